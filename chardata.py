@@ -1,0 +1,372 @@
+"""Text or token files -> tokens -> the windows that one rank trains on at one step.
+
+Needs numpy and torch, and knows nothing of torch.distributed: who is asking is an argument.
+
+    corpus = read("shakespeare.txt", "char")
+    train, val = split(corpus.shards, 0.1)
+    for micro_batches, total in steps(train, 256, 16, rank=rank, world_size=world_size, start=step):
+        ...                                  # micro_batches: [(x (B, T), y (B, T)), ...] int64
+
+Tokens are a tuple of 1-D arrays, the shards, read as if they were one array end to end; files of bytes
+and of tokens are memory-mapped and never read as a whole. Which windows a step sees is a pure function of
+(seed, step), and which of those are mine of (rank, world_size) too: nothing to store, nothing to send.
+"""
+
+import glob
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+
+Shards = Sequence[np.ndarray]  # each (n_i,), unsigned integers
+Batch = tuple[torch.Tensor, torch.Tensor]  # x (B, T) int64 and y (B, T) int64, y one token later than x
+
+
+class Corpus(NamedTuple):
+    """Tokens and what it takes to read them."""
+
+    shards: tuple[np.ndarray, ...]  # memory-mapped where the file allows
+    vocab: int  # every id is below this
+    kind: str  # "char", "byte" or "ids"
+    chars: str  # kind "char": id i stands for chars[i]; otherwise ""
+    digest: str  # of the length and the content, see digest()
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def read(data: str | None, kind: str, chars: str = "") -> Corpus:
+    """Map `data` (a path, a glob, an fsspec URL; None: a text that every Python carries) as tokens.
+
+    kind "char" has one id for each character, of `chars` if given, else of those that occur, in code point
+    order; kind "byte" is the files as they are. `.bin` (uint16) and `.npy` files hold ids already and are
+    taken so under either kind. Raises ValueError or OSError with the file's name if they are not what they
+    should be.
+    """
+    if data is None:
+        names, loaded = ["the default text"], [default_text().encode()]
+    else:
+        names = local_files(data)
+        loaded = [_map(name) for name in names]
+    if any(name.endswith((".bin", ".npy")) for name in names):
+        if not all(name.endswith((".bin", ".npy")) for name in names):
+            raise ValueError(f"{data}: token files (.bin, .npy) and text in one data set; use one of them")
+        top = max(int(chunk.max()) for shard in loaded for chunk in _chunks(shard))
+        vocab = -(-(top + 1) // 64) * 64  # a round number of rows costs nothing and multiplies faster
+        return Corpus(tuple(loaded), vocab, "ids", "", digest(loaded))
+    if kind == "byte":
+        shards = [np.frombuffer(raw, np.uint8) for raw in loaded]
+        return Corpus(tuple(shards), 256, "byte", "", digest(shards))
+    texts = [_decode(name, raw) for name, raw in zip(names, loaded)]
+    chars = chars or characters(texts)
+    shards = [encode(text, "char", chars) for text in texts]
+    return Corpus(tuple(shards), len(chars), "char", chars, digest(shards))
+
+
+def default_text() -> str:
+    """About 465 KB of English that comes with Python: its own help pages, else its library's source."""
+    try:
+        from pydoc_data.topics import topics
+
+        return "\n".join(topics.values())
+    except ImportError:
+        sources = sorted(glob.glob(os.path.join(os.path.dirname(os.__file__), "*.py")))[:40]
+        return "\n".join(open(source, encoding="utf-8").read() for source in sources)
+
+
+def local_files(data: str) -> list[str]:
+    """The files that `data` names, sorted; those of an fsspec URL are first fetched into the user's cache."""
+    if "://" in data:
+        import fsspec  # comes with torch; only needed, and only imported, for a URL
+
+        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fsspec")
+        found = fsspec.open_local(f"filecache::{data}", filecache={"cache_storage": cache, "same_names": True})
+        names = [found] if isinstance(found, str) else list(found)
+    else:
+        names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
+    if not names:
+        raise FileNotFoundError(f"{data}: no such file, and no file matches it")
+    for name in names:
+        if os.path.isdir(name):
+            raise IsADirectoryError(f"{name}: is a folder; name its files, for example '{name}/*.txt'")
+    return names
+
+
+def _map(name: str) -> np.ndarray:
+    """One file, memory-mapped: (n,) of its own unsigned integers for .npy, uint16 for .bin, else uint8."""
+    if os.path.getsize(name) == 0:
+        raise ValueError(f"{name}: is empty")
+    if name.endswith(".npy"):
+        array = np.load(name, mmap_mode="r", allow_pickle=False)
+        if array.ndim != 1 or array.dtype.kind != "u" or not len(array):
+            raise ValueError(f"{name}: shape {array.shape} of {array.dtype}; needs (n,) of unsigned integers")
+        return array
+    if name.endswith(".bin") and os.path.getsize(name) % 2:
+        raise ValueError(f"{name}: {os.path.getsize(name)} bytes; a .bin of uint16 tokens has an even number")
+    return np.memmap(name, np.uint16 if name.endswith(".bin") else np.uint8, mode="r")
+
+
+def _chunks(shard: np.ndarray, size: int = 1 << 22) -> Iterator[np.ndarray]:
+    return (shard[i : i + size] for i in range(0, len(shard), size))
+
+
+def _decode(name: str, raw: bytes | np.ndarray) -> str:
+    try:
+        return bytes(raw).decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(
+            f"{name}: not UTF-8 text (byte 0x{byte:02x} at {error.start}); read it as bytes instead"
+        ) from None
+
+
+def digest(shards: Shards) -> str:
+    """A fingerprint of the tokens: all lengths, and the content in full up to 16 MiB a shard.
+
+    Of a larger shard 16 MiB are read, in 16 stretches spread evenly from its first byte to its last, so
+    that mapping a terabyte stays instant.
+    """
+    block, count = 1 << 20, 16
+    hashed = hashlib.blake2b(digest_size=16)
+    for shard in shards:
+        raw = shard.view(np.uint8)
+        hashed.update(f"{shard.dtype} {len(shard)}\n".encode())
+        if len(raw) <= block * count:
+            hashed.update(raw)
+        else:
+            for start in np.linspace(0, len(raw) - block, count).astype(np.int64):
+                hashed.update(raw[start : start + block])
+    return hashed.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------- vocabulary
+
+
+def characters(texts: Sequence[str]) -> str:
+    """The characters that occur in `texts`, in code point order."""
+    seen = np.zeros(0x110000, bool)
+    for text in texts:
+        for codes in _code_points(text):
+            seen[codes] = True
+    return "".join(map(chr, np.flatnonzero(seen)))
+
+
+def _code_points(text: str, size: int = 1 << 22) -> Iterator[np.ndarray]:
+    for i in range(0, len(text), size):
+        yield np.frombuffer(text[i : i + size].encode("utf-32-le"), np.uint32)
+
+
+def encode(text: str, kind: str, chars: str) -> np.ndarray:
+    """text -> (n,) ids in the smallest unsigned type. ValueError names a character that is not in `chars`."""
+    if kind == "byte":
+        return np.frombuffer(text.encode(), np.uint8)
+    if kind == "ids":
+        raise ValueError("this vocabulary is of bare token ids: there is no text to make of it")
+    missing = len(chars)
+    table = np.full(0x110000, missing, np.min_scalar_type(missing))
+    table[[ord(c) for c in chars]] = np.arange(len(chars))
+    ids = np.empty(len(text), table.dtype)
+    start = 0
+    for codes in _code_points(text):
+        ids[start : start + len(codes)] = table[codes]
+        start += len(codes)
+    unknown = ids == missing
+    if unknown.any():
+        at = int(unknown.argmax())
+        raise ValueError(f"character {text[at]!r} at {at} is not among the {len(chars)} of the vocabulary")
+    return ids
+
+
+def decode(ids: Sequence[int], kind: str, chars: str) -> bytes:
+    """ids -> UTF-8. Bytes, because one id of kind "byte" can be part of a character. Bare ids are numbers."""
+    if kind == "byte":
+        return bytes(ids)
+    text = "".join(chars[i] for i in ids) if kind == "char" else "".join(f"{i} " for i in ids)
+    return text.encode()
+
+
+def count_characters(shards: Shards, kind: str) -> int:
+    """How many characters the tokens are; 0 for bare ids. In UTF-8 every byte but 10xxxxxx begins one."""
+    if kind == "byte":
+        return sum(int(((chunk & 0xC0) != 0x80).sum()) for shard in shards for chunk in _chunks(shard))
+    return length(shards) if kind == "char" else 0
+
+
+# ---------------------------------------------------------------------------------------- windows, sharded
+
+
+def split(shards: Shards, val_fraction: float) -> tuple[Shards, Shards]:
+    """(training, validation) by position: the last `val_fraction` of the tokens is for validation."""
+    ends = np.cumsum([len(shard) for shard in shards])
+    cut = int(ends[-1]) - round(int(ends[-1]) * val_fraction)
+    starts = ends - [len(shard) for shard in shards]
+    before = tuple(s[: max(0, cut - a)] for s, a in zip(shards, starts) if a < cut)
+    after = tuple(s[max(0, cut - a) :] for s, a, b in zip(shards, starts, ends) if b > cut)
+    return before, after
+
+
+def length(shards: Shards) -> int:
+    """How many tokens there are in all."""
+    return sum(len(shard) for shard in shards)
+
+
+def windows(n: int, block_size: int) -> int:
+    """How many windows of `block_size` an epoch over n tokens has. ValueError if there is not one.
+
+    They lie end to end from an offset that every epoch draws anew (see steps), so that the model sees
+    each token at every position; the room for the offset is the one window that the count leaves out.
+    """
+    if n <= block_size:
+        raise ValueError(f"{n} tokens are too few for one window of {block_size} and the token after it")
+    return max(1, n // block_size - 1)
+
+
+def steps_per_epoch(n: int, block_size: int, batch_size: int) -> int:
+    """How many steps an epoch has, the last one possibly short."""
+    return math.ceil(windows(n, block_size) / batch_size)
+
+
+def tokens_before(step: int, n: int, block_size: int, batch_size: int) -> int:
+    """How many tokens the steps before `step` train on, n being those of an epoch's text."""
+    epochs, steps_in = divmod(step, steps_per_epoch(n, block_size, batch_size))
+    count = windows(n, block_size)
+    return (epochs * count + min(steps_in * batch_size, count)) * block_size
+
+
+def steps(
+    shards: Shards,
+    block_size: int,
+    batch_size: int,
+    *,
+    accum: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    start: int = 0,
+) -> Iterator[tuple[list[Batch], int]]:
+    """From step `start` on and without end: (this rank's micro-batches, tokens in the global batch).
+
+    A step's `batch_size` windows are dealt to the ranks, and a rank's to at most `accum` micro-batches, as
+    evenly as they go. A rank that gets none (an epoch's last step can have fewer windows than there are
+    ranks) is given some window with a total of 0: to be computed like any other and counted as nothing.
+    """
+    n, count = length(shards), windows(length(shards), block_size)
+    per_epoch = math.ceil(count / batch_size)
+    slack = n - 1 - count * block_size
+    rows = max(1, batch_size // world_size)
+    ahead = max(1, (1 << 18) // (rows * block_size))  # steps gathered at once: numpy's calls cost microseconds
+    gather = _gatherer(shards, block_size + 1)
+    while True:
+        epoch, first = divmod(start, per_epoch)
+        offset = _key(seed, epoch, "offset") % (slack + 1)
+        group = range(first, min(first + ahead, per_epoch))
+        sizes = [min(batch_size, count - s * batch_size) for s in group]
+        shares = [_share(size, rank, world_size) for size in sizes]
+        places = [np.arange(a, b) + s * batch_size for s, (a, b) in zip(group, shares)]
+        order = permute(np.concatenate(places), count, _key(seed, epoch, "order"))
+        tokens = torch.from_numpy(gather(offset + order * block_size))  # (rows of all the group, T + 1)
+        for size, mine in zip(sizes, tokens.split([b - a for a, b in shares])):
+            if len(mine):
+                cuts = [_share(len(mine), i, accum) for i in range(accum)]
+                yield [_batch(mine[a:b]) for a, b in cuts if b > a], size * block_size
+            else:
+                yield [_batch(torch.from_numpy(gather(np.array([offset]))))], 0
+        start += len(group)
+
+
+def every_window(
+    shards: Shards, block_size: int, batch_size: int, *, rank: int = 0, world_size: int = 1
+) -> Iterator[Batch]:
+    """This rank's batches of a pass over all tokens but the first, each predicted exactly once, in order.
+
+    The last window is as short as what is left. Ranks differ by at most one batch.
+    """
+    n = length(shards)
+    count, tail = divmod(n - 1, block_size)
+    gather = _gatherer(shards, block_size + 1)
+    starts = range(0, count, batch_size)
+    for first in starts[rank::world_size]:
+        index = np.arange(first, min(first + batch_size, count))
+        yield _batch(torch.from_numpy(gather(index * block_size)))
+    if tail and rank == len(starts) % world_size:
+        yield _batch(torch.from_numpy(_gatherer(shards, tail + 1)(np.array([n - 1 - tail]))))
+
+
+def shard(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
+    """(n / world_size,) int64: this rank's part of a shuffle of range(n); all ranks' are range(n) exactly.
+
+    To be handed to a DataLoader as its sampler, a new one each epoch. Lengths differ by at most one.
+    """
+    return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
+
+
+def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
+    """(k,) ints in [0, n) -> (k,) int64: where a shuffle of range(n) that depends on `key` takes them.
+
+    A Feistel network on Z_a x Z_b with a * b >= n, walked until it is back inside [0, n) (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002): a bijection computed per index, in constant memory.
+    """
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    out = np.array(index, np.uint64)
+    todo = slice(None)
+    while True:
+        left, right = out[todo] // np.uint64(b), out[todo] % np.uint64(b)
+        for i in range(4):
+            left = (left + _scramble(right, key + 2 * i) % np.uint64(a)) % np.uint64(a)
+            right = (right + _scramble(left, key + 2 * i + 1) % np.uint64(b)) % np.uint64(b)
+        out[todo] = left * np.uint64(b) + right
+        todo = np.flatnonzero(out >= n)
+        if not len(todo):
+            return out.astype(np.int64)
+
+
+def _scramble(x: np.ndarray, key: int) -> np.ndarray:
+    """A hash of 64 bits: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014) over x and the key."""
+    x = x + np.uint64(key * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _key(seed: int, epoch: int, purpose: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch} {purpose}".encode(), digest_size=8).digest(), "little")
+
+
+def _share(n: int, part: int, parts: int) -> tuple[int, int]:
+    """Where part `part` of n things dealt into `parts` begins and ends."""
+    return n * part // parts, n * (part + 1) // parts
+
+
+def _batch(rows: torch.Tensor) -> Batch:
+    return rows[:, :-1], rows[:, 1:]
+
+
+def _gatherer(shards: Shards, size: int):
+    """A function (B,) starts -> (B, size) int64: that many tokens from each start, across shards if need be."""
+    views = [sliding_window_view(shard, size) if len(shard) >= size else None for shard in shards]
+    if len(shards) == 1:
+        return lambda starts: views[0][starts].astype(np.int64)
+    ends = np.cumsum([len(shard) for shard in shards])
+    begins = ends - [len(shard) for shard in shards]
+
+    def gather(starts: np.ndarray) -> np.ndarray:
+        out = np.empty((len(starts), size), np.int64)
+        inside = np.searchsorted(ends, starts, side="right")  # the shard that each row starts in
+        whole = starts + size <= ends[inside]
+        for k in np.unique(inside[whole]):
+            rows = np.flatnonzero(whole & (inside == k))
+            out[rows] = views[k][starts[rows] - begins[k]]
+        for row in np.flatnonzero(~whole):
+            place = starts[row] + np.arange(size)
+            owner = np.searchsorted(ends, place, side="right")
+            for k in np.unique(owner):
+                out[row, owner == k] = shards[k][place[owner == k] - begins[k]]
+        return out
+
+    return gather

@@ -1,0 +1,286 @@
+"""State -> durable file -> state. Any model, any optimizers.
+
+    state = snapshot(model, optimizers, step=step)                   # on every rank; a copy on rank 0
+    if rank == 0: save("out", state, step, loss=val_loss); prune("out", keep=3)
+    ...
+    found, rejected = newest("out")                                  # on rank 0
+    restore_(found.state if found else {}, model, optimizers)        # on every rank: rank 0 hands it out
+
+A checkpoint is one file, `step-00000400-loss-1.8812-<digest>.pt`. Its name carries the digest of its content,
+so that it is whole or it is not one; anyone opens it with `torch.load(name, weights_only=True)`, and finds
+under "model" a plain state dict, on the CPU, with the names that the bare model has. A folder is a path, or
+any URL that fsspec knows.
+"""
+
+import hashlib
+import math
+import os
+import pickle
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?[\d.]+))?-([0-9a-f]{32})\.pt")
+TEMPORARY = ".saving-"
+
+
+class Entry(NamedTuple):
+    """A checkpoint as its name tells."""
+
+    step: int
+    loss: float | None  # validation loss at that step, where it was known
+    digest: str
+    name: str
+
+
+class Found(NamedTuple):
+    """A checkpoint that was read and verified."""
+
+    entry: Entry
+    state: dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------ state <-> objects
+
+
+def snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **more: Any) -> dict[str, Any]:
+    """A copy of all state on the CPU, with `more` beside it: {"model": ..., "optimizers": [...], **more}.
+
+    Every rank has to call it; ranks other than 0 get empty dicts where rank 0 has the tensors. Training may
+    go on at once: nothing in the result is shared with the model. Names are those of the bare model, without
+    what DDP, torch.compile or FSDP add.
+    """
+    from torch.distributed.checkpoint.state_dict import (  # half a second to import, so not at the top
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = {
+        "model": get_model_state_dict(model, options=options),
+        "optimizers": [get_optimizer_state_dict(model, optimizer, options=options) for optimizer in optimizers],
+    }
+    return {**_copied(state), **more}
+
+
+def _copied(value: Any) -> Any:
+    """The same nest of builtins, each tensor cloned: on a CPU the state dict is the model's own memory."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Put a snapshot back. In a group every rank calls it and rank 0's `state` is used on all.
+
+    The optimizers keep the settings that they were built with (learning rate, weight decay, ...), and get
+    their moments back. ValueError if names or shapes are not the model's.
+    """
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
+    set_model_state_dict(model, state.get("model", {}), options=options)
+    for optimizer, saved in zip(optimizers, state.get("optimizers") or [{} for _ in optimizers]):
+        if saved:
+            groups = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+            saved = {**saved, "param_groups": [{**ours, "params": theirs["params"]} for ours, theirs in groups]}
+        set_optimizer_state_dict(model, optimizer, saved, options=options)
+
+
+# ------------------------------------------------------------------------------------------- state <-> file
+
+
+def save(folder: str, state: dict[str, Any], step: int, loss: float | None = None) -> Entry:
+    """Write `state` as a checkpoint that is whole and durable when this returns. OSError if it cannot be.
+
+    For rank 0 alone. Only reads `state`, so it can run in a thread beside the training.
+    """
+    if "://" in folder:
+        return _save_remote(folder, state, step, loss)
+    os.makedirs(folder, exist_ok=True)
+    temporary = os.path.join(folder, f"{TEMPORARY}{os.getpid()}")
+    try:
+        with open(temporary, "w+b") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+            entry = _entry(step, loss, digest(file))
+        os.replace(temporary, os.path.join(folder, entry.name))
+        _fsync_folder(folder)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    return entry
+
+
+def _save_remote(folder: str, state: dict[str, Any], step: int, loss: float | None) -> Entry:
+    """The same through fsspec. A half-finished upload cannot pass for a checkpoint: its digest is not its name's."""
+    fs, path = _filesystem(folder)
+    with tempfile.TemporaryFile() as file:
+        torch.save(state, file)
+        entry = _entry(step, loss, digest(file))
+        file.seek(0)
+        fs.makedirs(path, exist_ok=True)
+        with fs.open(f"{path}/{entry.name}", "wb") as remote:
+            shutil.copyfileobj(file, remote, 1 << 24)
+    return entry
+
+
+def _entry(step: int, loss: float | None, digest: str) -> Entry:
+    known = loss is not None and math.isfinite(loss)
+    name = f"step-{step:08d}" + (f"-loss-{loss:.4f}" if known else "") + f"-{digest}.pt"
+    return Entry(step, round(loss, 4) if known else None, digest, name)
+
+
+def _fsync_folder(folder: str) -> None:
+    """A rename is durable once the folder that records it is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(file: BinaryIO) -> str:
+    """The first 32 digits of what `sha256sum` says of an open file."""
+    hashed = hashlib.sha256()
+    file.seek(0)
+    while block := file.read(1 << 22):
+        hashed.update(block)
+    return hashed.hexdigest()[:32]
+
+
+def entries(folder: str) -> list[Entry]:
+    """What by its name is a checkpoint in `folder`, oldest first. Nothing is opened."""
+    if "://" in folder:
+        fs, path = _filesystem(folder)
+        fs.invalidate_cache()
+        names = [name.rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)] if fs.exists(path) else []
+    else:
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+    matches = [match for match in map(NAME.fullmatch, names) if match]
+    return sorted(Entry(int(m[1]), float(m[2]) if m[2] else None, m[3], m[0]) for m in matches)
+
+
+def newest(folder: str) -> tuple[Found | None, list[str]]:
+    """The newest checkpoint that can be read and verified, and a line for each newer one that cannot."""
+    rejected = []
+    for entry in reversed(entries(folder)):
+        try:
+            return Found(entry, load(folder, entry)), rejected
+        except (OSError, ValueError) as error:
+            rejected.append(f"{entry.name}: {error}")
+    return None, rejected
+
+
+def load(folder: str, entry: Entry) -> dict[str, Any]:
+    """Read one checkpoint, tensors on the CPU. ValueError if its content is not what its name says.
+
+    Nothing in the file is run: torch.load reads tensors and builtins alone.
+    """
+    with _open(folder, entry.name) as file:
+        if digest(file) != entry.digest:
+            raise ValueError("damaged: the content does not have the digest that the name tells")
+        file.seek(0)
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"not a checkpoint: {str(error).splitlines()[0]}") from None
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError("not a checkpoint: there is no state dict under 'model'")
+    return state
+
+
+def check(state: dict[str, Any], model: nn.Module) -> None:
+    """ValueError unless state["model"] has just the model's names, shapes and types, and finite numbers."""
+    theirs, ours = state["model"], model.state_dict()
+    for name in [*ours, *theirs]:
+        if name not in theirs or name not in ours:
+            raise ValueError(f"{name} is {'missing from' if name in ours else 'only in'} the checkpoint")
+        if not isinstance(theirs[name], Tensor):
+            raise ValueError(f"{name} is a {type(theirs[name]).__name__} in the checkpoint, not a tensor")
+        a, b = ((tuple(t.shape), t.dtype) for t in (theirs[name], ours[name]))
+        if a != b:
+            raise ValueError(f"{name} is {a[0]} {a[1]} in the checkpoint, {b[0]} {b[1]} in the model")
+        if not theirs[name].isfinite().all():
+            raise ValueError(f"{name} has numbers in the checkpoint that are not finite")
+
+
+def prune(folder: str, keep: int) -> None:
+    """Delete all but the last `keep` checkpoints and the one of lowest loss, and what broken-off saves left."""
+    found = entries(folder)
+    rated = [entry for entry in found if entry.loss is not None]
+    best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
+    for entry in found[:-keep]:
+        if entry != best:
+            remove(folder, entry.name)
+    if "://" not in folder:
+        for name in os.listdir(folder):
+            if name.startswith(TEMPORARY):
+                remove(folder, name)
+
+
+def save_and_prune(folder: str, state: dict[str, Any], step: int, loss: float | None, keep: int) -> Entry:
+    """save, and then, with the new one durable, prune."""
+    entry = save(folder, state, step, loss)
+    prune(folder, keep)
+    return entry
+
+
+def in_background(function: Callable[..., T], *args: Any) -> "Future[T]":
+    """Start function(*args) in a thread; the future's result() waits for it, and raises what it raised."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *args)
+    pool.shutdown(wait=False)
+    return future
+
+
+def set_aside(folder: str, name: str) -> None:
+    """Rename what is no checkpoint after all, so that it is neither tried nor counted as one again."""
+    if "://" in folder:
+        fs, path = _filesystem(folder)
+        fs.mv(f"{path}/{name}", f"{path}/{name}.damaged")
+    else:
+        os.rename(os.path.join(folder, name), os.path.join(folder, f"{name}.damaged"))
+
+
+def remove(folder: str, name: str) -> None:
+    """Delete one file of `folder`; no error if somebody did so before."""
+    try:
+        if "://" in folder:
+            fs, path = _filesystem(folder)
+            fs.rm_file(f"{path}/{name}")
+        else:
+            os.unlink(os.path.join(folder, name))
+    except FileNotFoundError:
+        pass
+
+
+def _open(folder: str, name: str) -> Any:
+    if "://" not in folder:
+        return open(os.path.join(folder, name), "rb")
+    fs, path = _filesystem(folder)
+    return fs.open(f"{path}/{name}", "rb")
+
+
+def _filesystem(folder: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # comes with torch; only needed, and only imported, for a URL
+
+    fs, path = url_to_fs(folder)
+    return fs, path.rstrip("/")

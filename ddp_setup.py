@@ -1,0 +1,324 @@
+"""Where am I, who else is there: start, agree, stop. Any model; one process runs the same code as many.
+
+    with stop_signals() as asked, process_group() as world:
+        model = replicate(model.to(world.device), world)
+        ...
+        if any_rank(asked(), world): ...         # save and leave
+
+Started by torchrun, by SLURM's srun, by `spawn` below, or as plain `python`: then there is no group, and
+none is needed. A rank that fails says so in the store that all ranks share and leaves at once. Nobody waits
+for it, and only the first failure is reported: what it causes on the other ranks is not.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+T = TypeVar("T")
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Place(NamedTuple):
+    """This process among all, and where they meet, as the launcher tells."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    address: str = ""
+    port: int = 0
+    served: bool = False  # the launcher serves the store; otherwise rank 0 does
+
+
+class World(NamedTuple):
+    """The process group, as this rank sees it."""
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+    device: torch.device
+
+
+# --------------------------------------------------------------------------------------------------- place
+
+
+def place(env: Mapping[str, str] = os.environ) -> Place:
+    """From torchrun's variables, or srun's, or nobody's. ValueError if they are not whole."""
+    if "RANK" in env or "WORLD_SIZE" in env:
+        ranks = _whole_numbers(env, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        found = Place(*ranks[:4], _text(env, "MASTER_ADDR"), ranks[4], served)
+    elif "SLURM_STEP_NUM_TASKS" in env:  # only srun sets this: the batch script itself is not a rank
+        rank, local_rank, size, node = _whole_numbers(
+            env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"
+        )
+        found = Place(rank, local_rank, size, _slurm_tasks(env)[node], *_slurm_meeting(env))
+    else:
+        return Place()
+    if not (found.rank < found.size and found.local_rank < found.local_size <= found.size):
+        raise ValueError(f"the launcher's variables do not fit together: {found}")
+    return found
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        raise ValueError(f"{name} is not set, though others of the launcher's variables are; start with torchrun")
+    return env[name]
+
+
+def _whole_numbers(env: Mapping[str, str], *names: str) -> list[int]:
+    for name in names:
+        if not _text(env, name).isdecimal():
+            raise ValueError(f"{name}={env[name]!r} is not a whole number")
+    return [int(env[name]) for name in names]
+
+
+def _slurm_tasks(env: Mapping[str, str]) -> list[int]:
+    """Tasks on each node: SLURM writes "2(x3),1" for 2, 2, 2, 1."""
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", _text(env, "SLURM_STEP_TASKS_PER_NODE"))
+    return [int(tasks) for tasks, times in pairs for _ in range(int(times or 1))]
+
+
+def _slurm_meeting(env: Mapping[str, str]) -> tuple[str, int]:
+    """The step's first host, and a port that follows from the job's and the step's number; MASTER_ADDR and
+    MASTER_PORT say otherwise. (srun reserves no port for a program and has no way to pass one on.)"""
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", _text(env, "SLURM_STEP_NODELIST"))
+    job, step = _whole_numbers(env, "SLURM_JOB_ID", "SLURM_STEP_ID")
+    port = env.get("MASTER_PORT") or str(20000 + (job * 97 + step) % 10000)
+    return env.get("MASTER_ADDR") or "".join(part or "" for part in first.groups()), int(port)
+
+
+# --------------------------------------------------------------------------------------------------- group
+
+
+@contextmanager
+def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
+    """Join the group that the launcher set up, and leave it; as plain python, be the only one.
+
+    device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda" or "mps". ValueError if it cannot be had.
+    timeout: seconds that any collective may take before it raises.
+
+    If the body raises, no teardown is attempted, as it might wait for the dead. The rank that failed first
+    goes on with its own exception; the others end with SystemExit(1) and nothing to say.
+    """
+    here = place()
+    if here.size == 1:
+        yield World(0, 0, 1, 1, _device(device, here))
+        return
+    if here.local_size == here.size and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing that others could reach
+    store = _store(here, timeout)
+    try:
+        chosen = _device(device, here)
+        dist.init_process_group(
+            "nccl" if chosen.type == "cuda" else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=here.rank,
+            world_size=here.size,
+            timeout=timedelta(seconds=timeout),
+            device_id=chosen if chosen.type == "cuda" else None,  # bound: the communicator starts at once
+        )
+        yield World(here.rank, here.local_rank, here.size, here.local_size, chosen)
+    except Exception as error:
+        _fail(error, here, dist.PrefixStore("failure", store))
+        raise
+    dist.destroy_process_group()
+
+
+def _device(name: str, here: Place) -> torch.device:
+    """The device of this rank, made the current one; a CPU's cores are shared out among the machine's ranks."""
+    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available() and here.size == 1, "cpu": True}
+    if name == "auto":
+        name = next(kind for kind in have if have[kind])
+    if not have.get(name):
+        raise ValueError(f"device {name!r} cannot be had here; there is {', '.join(k for k in have if have[k])}")
+    if name == "cpu":
+        torch.set_num_threads(max(1, cores() // here.local_size))
+    if name != "cuda":
+        return torch.device(name)
+    # srun can show each of its tasks one GPU alone
+    index = 0 if torch.cuda.device_count() == 1 and "SLURM_STEP_GPUS" in os.environ else here.local_rank
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"{here.local_size} ranks on this machine, but {torch.cuda.device_count()} GPUs: start fewer")
+    torch.cuda.set_device(index)  # before the group starts: NCCL takes the current device
+    return torch.device("cuda", index)
+
+
+def cores() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _store(here: Place, timeout: float) -> dist.Store:
+    """What all ranks share; apart for each restart by torchrun, whose store can outlive the workers."""
+    serve = here.rank == 0 and not here.served
+    store = dist.TCPStore(here.address, here.port, here.size, serve, timedelta(seconds=timeout), multi_tenant=True)
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
+def _fail(error: Exception, here: Place, failures: dist.Store) -> None:
+    """Return on the rank that failed first; SystemExit on the others; ConnectionError names who is missing."""
+    lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "Connection" in str(error)
+    try:
+        failures.set_timeout(timedelta(seconds=5))
+        failures.set(f"{here.rank}", "failed")
+        if lost:
+            time.sleep(2)  # it is a consequence: whoever knows the cause, a rank or the launcher, speaks first
+        if failures.add("reported", 1) > 1:
+            raise SystemExit(1)
+        silent = [rank for rank in range(here.size) if not failures.check([f"{rank}"])]
+    except dist.DistError:
+        silent = [0]  # which served the store
+    if lost and silent:
+        who = ", ".join(map(str, silent))
+        raise ConnectionError(f"no answer from rank {who} ({str(error).splitlines()[0]})") from error
+
+
+# --------------------------------------------------------------------------------------------------- agree
+
+
+def replicate(model: nn.Module, world: World, *, sync_batchnorm: bool = False, **ddp: Any) -> nn.Module:
+    """`model`, on its device, as DistributedDataParallel; itself where there is one process.
+
+    Gradients live in the buckets that are sent, so nothing is copied. `ddp` goes to DistributedDataParallel:
+    static_graph=True holds for a model that runs the same way at every step.
+    """
+    if sync_batchnorm:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if world.size == 1:
+        return model
+    return nn.parallel.DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **ddp,
+    )
+
+
+def from_rank_zero(make: Callable[[], T], world: World) -> T:
+    """On every rank what `make()` returns on rank 0; its ValueError or OSError is raised on every rank too."""
+    if world.size == 1:
+        return make()
+    outcome: list[Any] = [None, None]
+    if world.rank == 0:
+        try:
+            outcome[0] = make()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def any_rank(flag: bool, world: World) -> bool:
+    """Whether `flag` is true on any rank. All have to call it."""
+    if world.size == 1:
+        return flag
+    flags = torch.tensor(float(flag), device=world.device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
+
+
+# ---------------------------------------------------------------------------------------------------- stop
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Yields a function: has SIGTERM, SIGINT or SIGUSR1 come? A second SIGINT ends the process at once.
+
+    A thread listens, since Python's own handlers wait for the main thread, which may be in a long call.
+    Signals that the caller had blocked until now are not lost. Only for the main thread.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    seen: list[int] = []
+
+    def listen() -> None:
+        while got := reader.recv(1):
+            seen.extend(number for number in got if number in STOP_SIGNALS)
+            if seen.count(signal.SIGINT) > 1:
+                os._exit(130)
+
+    threading.Thread(target=listen, daemon=True).start()
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    handlers = [signal.signal(number, lambda *_: None) for number in STOP_SIGNALS]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in zip(STOP_SIGNALS, handlers):
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        writer.close()
+
+
+# --------------------------------------------------------------------------------------------------- spawn
+
+
+def spawn(fn: Callable[..., None], size: int, *args: Any) -> int:
+    """Run fn(*args) as `size` ranks on this machine, as torchrun would; -> the exit code, 0 if all had 0.
+
+    The parent serves the store, on a port that the system gives and only this machine can reach. It passes
+    a stop signal on; when a rank fails the others get 3 seconds and are then killed. Children die with their
+    parent (on Linux, even if it is killed). ChildProcessError if a rank was killed by a signal.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # children are born so: a stop while they start is kept
+    children = mp.spawn(_child, (os.getpid(), port, size, fn, args), size, join=False).processes
+    with stop_signals() as asked:
+        first = _watch(children, asked)
+    if first is not None and first[1] < 0:
+        if dist.PrefixStore("0/failure", store).add("reported", 1) == 1:
+            raise ChildProcessError(f"rank {first[0]} was killed by {signal.Signals(-first[1]).name}")
+        return 1
+    return first[1] if first else 0
+
+
+def _watch(children: list[Any], asked: Callable[[], bool]) -> tuple[int, int] | None:
+    """Until all have ended; -> (rank, exit code) of the first that failed."""
+    first, told, deadline = None, False, float("inf")
+    while running := [child for child in children if child.exitcode is None]:
+        wait([child.sentinel for child in running], timeout=0.1)
+        if asked() and not told:
+            told = True
+            for child in running:
+                child.terminate()
+        failed = [(rank, child.exitcode) for rank, child in enumerate(children) if child.exitcode]
+        if failed and first is None:
+            first = failed[0]
+            deadline = time.monotonic() + (3 if first[1] > 0 else 0)
+        if time.monotonic() >= deadline:
+            for child in running:
+                child.kill()
+    return first
+
+
+def _child(rank: int, parent: int, port: int, size: int, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}", TORCHELASTIC_USE_AGENT_STORE="True")
+    fn(*args)

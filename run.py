@@ -1,0 +1,685 @@
+"""Train a GPT on text, with as many processes as you like.
+
+    python run.py                                   one process, a default text, under a minute
+    python run.py --data mine.txt --spawn 4         four processes on this machine
+    torchrun --nproc-per-node 4 run.py --epochs 3   the same under torchrun
+    srun python run.py --epochs 3                   the same under SLURM
+    python run.py sample --prompt "The "            what the newest checkpoint has to say
+    python run.py eval --data other.txt             its exact loss on another text
+"""
+
+import codecs
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import click
+
+# torch, and the modules that import it, are imported where they are used: --help answers at once.
+
+STARTED = time.perf_counter()
+PREFIX = "DDPKIT"
+DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 3  # exit codes
+
+_count, _from_zero, _positive = click.IntRange(1), click.IntRange(0), click.FloatRange(0, min_open=True)
+OPTIONS = {
+    "Data": [
+        click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
+        click.option("--tokens", type=click.Choice(["char", "byte"]), default="char", help="What one token of a text is."),
+        click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
+        click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
+        click.option("--batch-size", type=_count, default=32, help="Sequences per optimizer step, over all ranks."),
+        click.option("--seed", type=_from_zero, default=0, help="Of weights, order and dropout."),
+    ],
+    "Model": [
+        click.option("--arch", type=click.Choice(["gpt2", "modern"]), default="modern", help="gpt2 is GPT-2 exactly."),
+        click.option("--layers", type=_count, default=4),
+        click.option("--heads", type=_count, default=4),
+        click.option("--embd", type=_count, default=128, help="Width."),
+        click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0),
+    ],
+    "Training": [
+        click.option("--epochs", type=_count, default=3, help="Passes over the data."),
+        click.option("--steps", type=_count, help="Optimizer steps, if that ends first.  [default: no limit]"),
+        click.option("--optimizer", type=click.Choice(["adamw", "muon"]), default="muon", help="muon: the blocks' matrices by Muon, the rest by AdamW."),
+        click.option("--lr", type=_positive, default=3e-3, help="Peak learning rate."),
+        click.option("--min-lr", type=click.FloatRange(0), default=0.0, help="Where its decay ends."),
+        click.option("--warmup", type=_from_zero, default=50, help="Steps to the peak."),
+        click.option("--weight-decay", type=click.FloatRange(0), default=0.1, help="Of matrices."),
+        click.option("--clip", type=click.FloatRange(0), default=1.0, help="Largest gradient norm; 0: any."),
+        click.option("--accum", type=_count, default=1, help="Parts that each rank's share of a batch is computed in, to fit memory."),
+    ],
+    "Machine": [
+        click.option("--spawn", type=_from_zero, is_flag=False, flag_value=0, metavar="[N]", help="Start N processes here; without N one per GPU, or per core."),
+        click.option("--device", default="auto", metavar="auto|cpu|cuda|mps"),
+        click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Of the arithmetic; weights stay float32."),
+        click.option("--compile/--no-compile", default=None, help="torch.compile the blocks.  [default: on CUDA]"),
+        click.option("--checkpoint-activations", is_flag=True, help="Recompute blocks in the backward pass, to save memory."),
+        click.option("--timeout", type=_positive, default=600.0, help="Seconds that the ranks wait for one another."),
+    ],
+    "Output": [
+        click.option("--out", default="out", metavar="FOLDER", help="Where checkpoints and metrics go: a folder or an fsspec URL."),
+        click.option("--fresh", is_flag=True, help="Start over: discard the run that is in --out."),
+        click.option("--eval-every", type=_count, default=100, help="Steps between evaluations."),
+        click.option("--save-every", type=_count, default=100, help="Steps between checkpoints."),
+        click.option("--log-every", type=_count, default=10, help="Steps between lines of metrics."),
+        click.option("--keep", type=_count, default=3, help="Checkpoints to keep: the last so many, and the best."),
+    ],
+}  # fmt: skip
+# what a checkpoint was made with and cannot go on without: the model, and the order of the data
+PINNED = ("tokens", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer")
+# what a resumed run takes from its command line alone
+OWN = ("spawn", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum", "checkpoint_activations")
+
+
+# -------------------------------------------------------------------------------------------- command line
+
+
+def train_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in [option for group in OPTIONS.values() for option in group][::-1]:
+        command = option(command)
+    return command
+
+
+def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
+    """--config: a TOML file of flags, between the environment and the defaults."""
+    if path is None:
+        return
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            config = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise click.ClickException(f"--config {path}: {error}") from None
+    known = {param.name for param in ctx.command.params} - {"config"}
+    for key in config:
+        if key not in known:
+            raise click.BadParameter(f"{path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
+    ctx.default_map = config
+
+
+@click.group(invoke_without_command=True, context_settings={"auto_envvar_prefix": PREFIX, "show_default": True, "max_content_width": 100})
+@train_options
+@click.option("--config", type=str, callback=read_config, is_eager=True, expose_value=False, metavar="FILE.toml", help="Any of these flags, as `batch-size = 64`.")
+@click.pass_context
+def cli(ctx: click.Context, **options: Any) -> None:
+    """Train a GPT on text, on one process or many.
+
+    \b
+      python run.py                                   a default text, under a minute
+      python run.py --data mine.txt --spawn           one process per GPU, or per core
+      torchrun --nproc-per-node 4 run.py --epochs 3   the same under torchrun
+      srun python run.py --epochs 3                   the same under SLURM
+
+    Started again with the same --out it goes on where it stopped. Every flag can also be an environment
+    variable (DDPKIT_BATCH_SIZE) or a line in a --config file; the command line wins.
+    """
+    if ctx.invoked_subcommand is None:
+        default = click.core.ParameterSource.DEFAULT
+        given = [name for name in options if ctx.get_parameter_source(name) is not default]
+        ctx.exit(launch(SimpleNamespace(**options), given))
+
+
+def format_options(ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """The help page's flags, in the groups of OPTIONS."""
+    params = iter(param for param in ctx.command.params)
+    for title, group in [*OPTIONS.items(), ("Other", [None])]:
+        with formatter.section(title):
+            formatter.write_dl([next(params).get_help_record(ctx) for _ in group])
+    cli.format_commands(ctx, formatter)
+
+
+cli.format_options = format_options
+
+
+def check_environment() -> None:
+    """A misspelt DDPKIT_ variable is an error, as a misspelt flag is."""
+    known = {f"{PREFIX}_{param.name}".upper() for param in cli.params}
+    for name, command in cli.commands.items():
+        known |= {f"{PREFIX}_{name}_{param.name}".upper() for param in command.params}
+    for name in os.environ:
+        if name.startswith(f"{PREFIX}_") and name not in known:
+            raise click.ClickException(f"environment variable {name}: there is no such flag")
+
+
+def launch(o: SimpleNamespace, given: list[str]) -> int:
+    """Train here, or in as many processes as --spawn says; -> the exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})  # kept until heard
+    if o.spawn is None:
+        return train(o, given)
+    import torch
+
+    import ddp_setup
+
+    size = o.spawn or torch.cuda.device_count() or ddp_setup.cores()
+    o.spawn = None
+    return ddp_setup.spawn(main, size, train, o, given)
+
+
+def main(command: Callable[..., int], *args: Any) -> None:
+    """Run a command and exit with its code. Every error ends here: one line for a mistake, a traceback for a bug."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    try:
+        code = command(*args)
+    except click.ClickException as error:
+        click.echo(f"Error: {error.format_message()}", err=True)
+        code = error.exit_code
+    except ConnectionError as error:  # a rank was lost, or killed
+        click.echo(f"Error: {error}", err=True)
+        code = FAILED
+    except Exception as error:
+        click.echo(f"Error on rank {rank}: {error}\n{traceback.format_exc()}", err=True)
+        code = FAILED
+    sys.exit(code)
+
+
+@contextmanager
+def users_mistakes() -> Iterator[None]:
+    """Before training, what is wrong with values and files is the user's to mend: one line, exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise mistake(str(error)) from error
+
+
+def mistake(message: str) -> click.ClickException:
+    error = click.ClickException(message)
+    error.exit_code = USAGE
+    return error
+
+
+# ----------------------------------------------------------------------------------------------------- train
+
+
+class Job(NamedTuple):
+    """All that training takes."""
+
+    model: Any  # on its device, replicated over the ranks
+    optimizers: list[Any]
+    scaler: Any
+    dtype: Any
+    corpus: Any  # chardata.Corpus
+    train: Any  # its two parts, each chardata.Shards
+    val: Any
+    start: int  # steps that earlier runs have done
+    total: int
+    tokens: Callable[[int], int]  # steps done -> tokens trained on
+    epoch: Callable[[int], float]  # steps done -> epochs
+    flops: int  # for one token, forward and backward
+    peak: float  # FLOP/s of all ranks' devices together, measured
+
+
+class Mark(NamedTuple):
+    """Where the last line of metrics was written."""
+
+    step: int
+    time: float  # seconds, on time.perf_counter's clock
+    busy: float  # seconds of training until then, without evaluations and saves
+
+
+def train(o: SimpleNamespace, given: list[str]) -> int:
+    """The whole job, on one rank; -> the exit code."""
+    import chardata
+    import ddp_setup
+    import gpt
+    import loop
+
+    with ddp_setup.stop_signals() as asked, ddp_setup.process_group(o.device, o.timeout) as world:
+        with users_mistakes():
+            job = prepare(o, given, world)
+        if job.start >= job.total:
+            return say_finished(o, job, world)
+        share = {"rank": world.rank, "world_size": world.size}
+        steps = chardata.steps(
+            job.train, o.block_size, o.batch_size, accum=o.accum, seed=o.seed, start=job.start, **share
+        )
+        training = loop.train_(
+            job.model, job.optimizers, steps, gpt.loss,
+            start=job.start, dtype=job.dtype, scaler=job.scaler, seed=o.seed, stop=asked, clip=o.clip or math.inf,
+            lr_at=partial(loop.linear, total=job.total, warmup_steps=o.warmup, floor=o.min_lr / o.lr),
+        )  # fmt: skip
+        val_loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
+        for step, report in training:
+            last = report.stop or step == job.total
+            evaluating = bool(job.val) and not report.stop and (last or step % o.eval_every == 0)
+            if last or evaluating or step % o.log_every == 0:
+                mark = log_step(o, job, world, step, report, mark, val_loss)
+            paused = time.perf_counter()
+            if evaluating:
+                windows = chardata.every_window(job.val, o.block_size, o.batch_size, **share)
+                loss_sum, count = loop.evaluate(job.model, windows, gpt.loss, job.dtype)
+                val_loss = loss_sum / count
+                log_evaluation(o, world, step, val_loss)
+            if writing and writing.done():
+                complain(writing)
+                writing = None
+            if last or step % o.save_every == 0:
+                writing = save(o, job, world, step, val_loss if evaluating else None, writing)
+            mark = mark._replace(time=mark.time + time.perf_counter() - paused)
+            if last:
+                break
+        written = ddp_setup.from_rank_zero(lambda: complain(writing), world)
+        if world.rank == 0:
+            say_end(o, job, mark, val_loss, stopped=report.stop)
+    if world.rank == 0 and not report.stop:
+        say_sample(job)
+    return FAILED if not written else STOPPED if report.stop else DONE
+
+
+def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
+    """Everything up to the first step. Writes nothing before all of it has been found right."""
+    import torch
+
+    import chardata
+    import ckpt
+    import ddp_setup
+    import gpt
+
+    found, rejected = None, []
+
+    def look() -> tuple[dict[str, Any], str, int] | None:
+        nonlocal found, rejected
+        found, rejected = (None, []) if o.fresh else find(o.out)
+        return (found.state["config"], found.state["data"], found.state["step"]) if found else None
+
+    saved = ddp_setup.from_rank_zero(look, world)  # the state itself stays on rank 0
+    if saved:
+        take_over(o, given, saved[0])
+    corpus = chardata.read(o.data, o.tokens)
+    if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
+        raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
+    if saved and corpus.digest != saved[1]:
+        raise ValueError(f"--data {o.data}: not what the run in {o.out} was trained on; --fresh starts a new one")
+    shards, val = chardata.split(corpus.shards, o.val_fraction)
+    n = chardata.length(shards)
+    per_epoch = chardata.steps_per_epoch(n, o.block_size, o.batch_size)
+    check(o, world, chardata.length(val))
+
+    config = gpt.Config(corpus.vocab, o.block_size, o.layers, o.heads, o.embd, o.dropout, o.arch)
+    bare = gpt.build(config, o.seed, o.checkpoint_activations)
+    if saved:
+        ddp_setup.from_rank_zero(lambda: ckpt.check(found.state, bare), world)
+    bare.to(world.device)
+    if o.compile if o.compile is not None else world.device.type == "cuda":
+        gpt.compile_(bare)
+    model = ddp_setup.replicate(bare, world)
+    dtype = arithmetic(o.dtype, world.device)
+    optimizers = make_optimizers(bare, o)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+    if saved:
+        ckpt.restore_(found.state if found else {}, model, optimizers)
+        scaler.load_state_dict(ddp_setup.from_rank_zero(lambda: found.state["scaler"], world))
+    job = Job(
+        model, optimizers, scaler, dtype, corpus, shards, val,
+        start=saved[2] if saved else 0,
+        total=min(o.epochs * per_epoch, o.steps or math.inf),
+        tokens=partial(chardata.tokens_before, n=n, block_size=o.block_size, batch_size=o.batch_size),
+        epoch=lambda step: step / per_epoch,
+        flops=gpt.flops_per_token(config),
+        peak=world.size * matmul_rate(world.device, dtype),
+    )  # fmt: skip
+    ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
+    return job
+
+
+def find(out: str) -> tuple[Any, list[str]]:
+    """(the newest checkpoint that verifies or None, what was wrong with newer ones). ValueError if none does."""
+    import ckpt
+
+    found, rejected = ckpt.newest(out)
+    if rejected and not found:
+        raise ValueError(f"{out}: no checkpoint can be used; {rejected[0]}; --fresh discards all and starts over")
+    if found and not {"config", "data", "step", "scaler"} <= found.state.keys():
+        raise ValueError(f"{out}/{found.entry.name}: not written by this program; --fresh discards it")
+    return found, rejected
+
+
+def take_over(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> None:
+    """What the command line does not say goes on as in the checkpoint; what it contradicts is an error."""
+    for name in vars(o).keys() & saved.keys() - set(OWN):
+        if name not in given:
+            setattr(o, name, saved[name])
+        elif name in PINNED and getattr(o, name) != saved[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag} {getattr(o, name)} contradicts the checkpoint in {o.out}, made with {flag} {saved[name]}; "
+                "leave it out, or start over with --fresh"
+            )
+
+
+def check(o: SimpleNamespace, world: Any, val_tokens: int) -> None:
+    """What no single flag can know of the others."""
+    if o.batch_size < world.size:
+        raise ValueError(f"--batch-size {o.batch_size} is smaller than the {world.size} ranks that share it")
+    if o.min_lr > o.lr:
+        raise ValueError(f"--min-lr {o.min_lr} is higher than --lr {o.lr}")
+    if o.val_fraction and val_tokens < 2:
+        raise ValueError(f"--val-fraction {o.val_fraction} leaves {val_tokens} tokens; 2 are needed, or none")
+
+
+def make_optimizers(model: Any, o: SimpleNamespace) -> list[Any]:
+    """Muon for the blocks' matrices if so asked, AdamW for what remains; one learning rate for both."""
+    import torch
+
+    import gpt
+
+    kinds = gpt.groups(model)
+    decayed = kinds["embeddings"] + (kinds["matrices"] if o.optimizer == "adamw" else [])
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}]
+    if kinds["vectors"]:
+        groups.append({"params": kinds["vectors"], "weight_decay": 0.0})
+    made = [torch.optim.AdamW(groups, lr=o.lr, betas=(0.9, 0.95), fused=True)]
+    if o.optimizer == "muon":  # scaled so that its updates are as large as AdamW's (Liu et al., 2025)
+        muon = torch.optim.Muon(
+            kinds["matrices"], lr=o.lr, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        made.append(muon)
+    return made
+
+
+def arithmetic(name: str, device: Any) -> Any:
+    """The dtype that --dtype names; "auto" is bfloat16 where the hardware multiplies faster in it."""
+    import torch
+
+    if name != "auto":
+        return getattr(torch, name)
+    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else torch.float32
+
+
+def matmul_rate(device: Any, dtype: Any) -> float:
+    """FLOP/s of a square matrix product on `device`, the best of five: what mfu is a fraction of."""
+    import torch
+
+    n = 4096 if device.type == "cuda" else 768
+    a, seconds = torch.randn(n, n, device=device, dtype=dtype), []
+    for _ in range(5):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()
+        seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / min(seconds)
+
+
+# ---------------------------------------------------------------------------------------------- the out folder
+
+
+def open_folder(o: SimpleNamespace, job: Job, world: Any, rejected: list[str]) -> None:
+    """First writes: config.json; metrics without the steps that will be done again; damaged files set aside."""
+    import torch
+
+    import ckpt
+
+    if "://" not in o.out:
+        os.makedirs(o.out, exist_ok=True)
+    if o.fresh:
+        for entry in ckpt.entries(o.out):
+            ckpt.remove(o.out, entry.name)
+    for line in rejected:
+        ckpt.set_aside(o.out, line.split(":")[0])
+        click.echo(f"Warning: {line}; set aside, going on from step {job.start}", err=True)
+    try:
+        with opened(o.out, "metrics.jsonl", "r") as file:
+            lines = [line for line in file if line.endswith("}\n") and json.loads(line)["step"] <= job.start]
+    except FileNotFoundError:
+        lines = []
+    with opened(o.out, "metrics.jsonl", "w") as file:
+        file.writelines(lines if job.start else [])
+    ran_on = {"ranks": world.size, "device": str(world.device), "torch": torch.__version__, "peak_flops": job.peak}
+    with opened(o.out, "config.json", "w") as file:
+        json.dump({**vars(o), **ran_on}, file, indent=1)
+
+
+def opened(out: str, name: str, mode: str) -> Any:
+    """A text file of the out folder, which may be a URL."""
+    if "://" not in out:
+        return open(os.path.join(out, name), mode, encoding="utf-8")
+    import fsspec
+
+    return fsspec.open(f"{out}/{name}", mode, encoding="utf-8").open()
+
+
+def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None, writing: Future | None) -> Future | None:
+    """Copy the state, on every rank, and start to write it, on rank 0, once the write before has ended."""
+    import ckpt
+
+    config = {name: value for name, value in vars(o).items() if name not in OWN}
+    vocabulary = {"vocab": job.corpus.vocab, "kind": job.corpus.kind, "chars": job.corpus.chars}
+    state = ckpt.snapshot(
+        job.model, job.optimizers,
+        step=step, config=config, vocabulary=vocabulary, data=job.corpus.digest, scaler=job.scaler.state_dict(),
+    )  # fmt: skip
+    if world.rank:
+        return None
+    complain(writing)
+    return ckpt.in_background(ckpt.save_and_prune, o.out, state, step, loss, o.keep)
+
+
+def complain(writing: Future | None) -> bool:
+    """Wait for a write; -> whether it went well. If not, training goes on and the next save tries again."""
+    try:
+        if writing:
+            writing.result()
+        return True
+    except OSError as error:
+        click.echo(f"Warning: checkpoint not written: {error}; those before it are untouched", err=True)
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------- output
+
+
+def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, mark: Mark, val: float | None) -> Mark:
+    """One line of metrics.jsonl and one on the screen, from rank 0; -> the new mark."""
+    now = time.perf_counter()
+    new = Mark(step, now, mark.busy + now - mark.time)
+    if world.rank:
+        return new
+    rate = (job.tokens(step) - job.tokens(mark.step)) / (now - mark.time)
+    record = {
+        "step": step,
+        "epoch": round(job.epoch(step), 4),
+        "tokens": job.tokens(step),
+        "loss": float(report.loss),
+        "grad_norm": float(report.grad_norm),
+        "lr": report.lr,
+        "tokens_per_s": round(rate, 1),
+        "mfu": round(rate * job.flops / job.peak, 4),
+        "seconds": round(now - STARTED, 3),
+    }
+    if int(report.skipped):
+        record["skipped"] = int(report.skipped)
+    write_metrics(o.out, record)
+    eta = new.busy / (step - job.start) * (job.total - step)
+    text = (
+        f"step {step}/{job.total}  loss {record['loss']:.4f}" + (f"  val {val:.4f}" if val else "")
+        + f"  lr {report.lr:.1e}  {rate:,.0f} tokens/s  mfu {record['mfu']:.0%}  eta {clock(eta)}"
+        + (f"  skipped {record['skipped']}" if "skipped" in record else "")
+    )  # fmt: skip
+    live = sys.stdout.isatty()
+    if live:
+        columns = shutil.get_terminal_size().columns
+        width = max(0, min(20, columns - len(text) - 4))
+        bar = "#" * round(width * step / job.total)
+        text = "\r" + (f"[{bar:-<{width}}] " if width > 4 else "") + text[: columns - 1]
+    click.echo(f"{text}\033[K" if live else text, nl=not live)
+    return new
+
+
+def log_evaluation(o: SimpleNamespace, world: Any, step: int, val_loss: float) -> None:
+    if world.rank == 0:
+        write_metrics(o.out, {"step": step, "val_loss": val_loss, "seconds": round(time.perf_counter() - STARTED, 3)})
+        if not sys.stdout.isatty():
+            click.echo(f"step {step}  validation loss {val_loss:.4f}")
+
+
+def write_metrics(out: str, record: dict[str, Any]) -> None:
+    finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no NaN
+    with opened(out, "metrics.jsonl", "a") as file:
+        file.write(json.dumps(finite) + "\n")
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+
+
+def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
+    if world.rank == 0:
+        limit = f"--steps {o.steps}" if o.steps and job.total == o.steps else f"--epochs {o.epochs}"
+        click.echo(
+            f"The run in {o.out} is finished: {job.start} steps, {limit}. "
+            f"To go on give a higher {limit.split()[0]}; to start over, --fresh."
+        )
+    return DONE
+
+
+def say_end(o: SimpleNamespace, job: Job, mark: Mark, val_loss: float | None, stopped: bool) -> None:
+    if sys.stdout.isatty():
+        click.echo()
+    rate = (job.tokens(mark.step) - job.tokens(job.start)) / max(mark.busy, 1e-9)
+    if stopped:
+        click.echo(f"Stopped as asked, after step {mark.step} of {job.total}; the same command goes on from there.")
+    else:
+        text = f"validation loss {val_loss:.4f}" if val_loss is not None else "no validation"
+        click.echo(f"Done: {mark.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {o.out}.")
+
+
+def say_sample(job: Job, count: int = 400) -> None:
+    import torch
+
+    first = torch.from_numpy(job.train[0][:1].astype("int64"))
+    click.echo("A sample:")
+    stream(getattr(job.model, "module", job.model), job.corpus, first, count, temperature=0.8)
+
+
+def stream(model: Any, vocabulary: Any, prompt: Any, count: int, **how: Any) -> None:
+    """Print `count` sampled tokens as they come; of bytes, each character once it is whole."""
+    import chardata
+    import gpt
+
+    text = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in islice(gpt.sample(model, prompt, **how), count):
+        click.echo(text.decode(chardata.decode([token], vocabulary.kind, vocabulary.chars)), nl=False)
+    click.echo(text.decode(b"", final=True))
+
+
+# ------------------------------------------------------------------------------------------------ sub-commands
+
+
+def load(out: str, device: str) -> tuple[Any, SimpleNamespace, SimpleNamespace]:
+    """(model, its vocabulary, its training's flags) of the newest checkpoint that verifies."""
+    import ckpt
+    import gpt
+
+    found, rejected = find(out)
+    if not found:
+        raise ValueError(f"{out}: there is no checkpoint; train first, or name another folder with --out")
+    for line in rejected:
+        click.echo(f"Warning: {line}; using {found.entry.name}", err=True)
+    o, vocabulary = SimpleNamespace(**found.state["config"]), SimpleNamespace(**found.state["vocabulary"])
+    model = gpt.build(gpt.Config(vocabulary.vocab, o.block_size, o.layers, o.heads, o.embd, 0.0, o.arch), 0)
+    ckpt.check(found.state, model)
+    model.load_state_dict(found.state["model"])
+    return model.to(device).eval(), vocabulary, o
+
+
+out_option = click.option("--out", default="out", metavar="FOLDER", help="Where the checkpoints are.")
+device_option = click.option("--device", default="auto", metavar="auto|cpu|cuda|mps")
+
+
+@cli.command("sample")
+@out_option
+@device_option
+@click.option("--prompt", default="\n", help="Text to go on from.")
+@click.option("--tokens", type=_count, default=500, help="How many to make.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.8, help="0: always the likeliest.")
+@click.option("--top-k", type=_from_zero, default=0, help="Among the K likeliest; 0: all.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Among the likeliest that make up P.")
+@click.option("--seed", type=_from_zero, help="To get the same again.  [default: another each time]")
+@click.pass_context
+def sample_command(ctx: click.Context, **options: Any) -> None:
+    """Print what the newest checkpoint goes on with.
+
+    \b
+      python run.py sample --prompt "The " --tokens 200
+    """
+    ctx.exit(sample(SimpleNamespace(**options)))
+
+
+def sample(o: SimpleNamespace) -> int:
+    import torch
+
+    import chardata
+    import ddp_setup
+
+    with ddp_setup.process_group(o.device) as world, users_mistakes():
+        model, vocabulary, _ = load(o.out, world.device)
+        ids = chardata.encode(o.prompt, vocabulary.kind, vocabulary.chars)
+        if not len(ids):
+            raise ValueError("--prompt is empty; at least one token is needed")
+        generator = torch.Generator(world.device)
+        generator.seed() if o.seed is None else generator.manual_seed(o.seed)
+    click.echo(o.prompt, nl=False)
+    how = {"temperature": o.temperature, "top_k": o.top_k, "top_p": o.top_p, "generator": generator}
+    stream(model, vocabulary, torch.from_numpy(ids.astype("int64")), o.tokens, **how)
+    return DONE
+
+
+@cli.command("eval")
+@out_option
+@device_option
+@click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL.  [default: what validated the training]")
+@click.pass_context
+def eval_command(ctx: click.Context, **options: Any) -> None:
+    """Print the newest checkpoint's exact loss: every token of a text predicted once.
+
+    \b
+      python run.py eval --data other.txt
+    """
+    ctx.exit(evaluate(SimpleNamespace(**options)))
+
+
+def evaluate(o: SimpleNamespace) -> int:
+    import chardata
+    import ddp_setup
+    import gpt
+    import loop
+
+    with ddp_setup.process_group(o.device) as world:
+        with users_mistakes():
+            model, vocabulary, trained = load(o.out, world.device)
+            corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars)
+            shards = corpus.shards if o.data else chardata.split(corpus.shards, trained.val_fraction)[1]
+            if chardata.length(shards) < 2:
+                raise ValueError(f"{o.data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
+        windows = chardata.every_window(shards, trained.block_size, 16, rank=world.rank, world_size=world.size)
+        loss_sum, count = loop.evaluate(model, windows, gpt.loss)
+    if world.rank == 0:
+        nats = loss_sum / count
+        characters = chardata.count_characters(shards, vocabulary.kind)
+        per_character = f", {loss_sum / characters / math.log(2):.4f} bits per character" if characters else ""
+        click.echo(f"loss {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}{per_character}, over {count:,.0f} tokens")
+    return DONE
+
+
+def command_line() -> int:
+    check_environment()
+    return cli.main(standalone_mode=False) or DONE
+
+
+if __name__ == "__main__":
+    main(command_line)
