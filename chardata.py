@@ -64,8 +64,13 @@ def read(data: str | None, kind: str, chars: str = "") -> Corpus:
         return Corpus(tuple(shards), 256, "byte", "", digest(shards))
     texts = [_decode(name, raw) for name, raw in zip(names, loaded)]
     chars = chars or characters(texts)
-    shards = [encode(text, "char", chars) for text in texts]
-    return Corpus(tuple(shards), len(chars), "char", chars, digest(shards))
+    shards = []
+    for name, text in zip(names, texts):
+        try:
+            shards.append(encode(text, "char", chars))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return Corpus(tuple(shards), len(chars), "char", chars, digest(shards, chars))
 
 
 def default_text() -> str:
@@ -80,13 +85,9 @@ def default_text() -> str:
 
 
 def local_files(data: str) -> list[str]:
-    """The files that `data` names, sorted; those of an fsspec URL are first fetched into the user's cache."""
+    """The files that `data` names, sorted; those of a URL as copies in the user's cache."""
     if "://" in data:
-        import fsspec  # comes with torch; only needed, and only imported, for a URL
-
-        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fsspec")
-        found = fsspec.open_local(f"filecache::{data}", filecache={"cache_storage": cache, "same_names": True})
-        names = [found] if isinstance(found, str) else list(found)
+        names = _fetched(data)
     else:
         names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
@@ -97,12 +98,33 @@ def local_files(data: str) -> list[str]:
     return names
 
 
+def _fetched(url: str) -> list[str]:
+    """Copies of the files that `url` names, made once for each version of each, whole or not at all."""
+    from fsspec.core import url_to_fs  # comes with torch; only needed, and only imported, for a URL
+
+    fs, path = url_to_fs(url)
+    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ddpkit")
+    copies = []
+    for name in sorted(fs.glob(path)) if glob.has_magic(path) else [path]:
+        version = hashlib.sha256(f"{fs.unstrip_protocol(name)} {fs.ukey(name)}".encode()).hexdigest()[:32]
+        copy = os.path.join(cache, version, os.path.basename(name))
+        if not os.path.exists(copy):
+            os.makedirs(os.path.dirname(copy), exist_ok=True)
+            fs.get_file(name, f"{copy}.{os.getpid()}")  # each rank its own: the last to be done wins
+            os.replace(f"{copy}.{os.getpid()}", copy)
+        copies.append(copy)
+    return copies
+
+
 def _map(name: str) -> np.ndarray:
     """One file, memory-mapped: (n,) of its own unsigned integers for .npy, uint16 for .bin, else uint8."""
     if os.path.getsize(name) == 0:
         raise ValueError(f"{name}: is empty")
     if name.endswith(".npy"):
-        array = np.load(name, mmap_mode="r", allow_pickle=False)
+        try:
+            array = np.lib.format.open_memmap(name, mode="r")
+        except Exception as error:  # whatever a file can make numpy raise
+            raise ValueError(f"{name}: not a .npy file of numbers: {error}") from None
         if array.ndim != 1 or array.dtype.kind != "u" or not len(array):
             raise ValueError(f"{name}: shape {array.shape} of {array.dtype}; needs (n,) of unsigned integers")
         return array
@@ -125,14 +147,14 @@ def _decode(name: str, raw: bytes | np.ndarray) -> str:
         ) from None
 
 
-def digest(shards: Shards) -> str:
-    """A fingerprint of the tokens: all lengths, and the content in full up to 16 MiB a shard.
+def digest(shards: Shards, chars: str = "") -> str:
+    """A fingerprint of the vocabulary and the tokens: all lengths, and the content up to 16 MiB a shard.
 
     Of a larger shard 16 MiB are read, in 16 stretches spread evenly from its first byte to its last, so
     that mapping a terabyte stays instant.
     """
     block, count = 1 << 20, 16
-    hashed = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(chars.encode(), digest_size=16)
     for shard in shards:
         raw = shard.view(np.uint8)
         hashed.update(f"{shard.dtype} {len(shard)}\n".encode())

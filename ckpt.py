@@ -15,7 +15,6 @@ any URL that fsspec knows.
 import hashlib
 import math
 import os
-import pickle
 import re
 import shutil
 import tempfile
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 T = TypeVar("T")
-NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?[\d.]+))?-([0-9a-f]{32})\.pt")
+NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})\.pt")
 TEMPORARY = ".saving-"
 
 
@@ -67,7 +66,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **mo
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
         "model": get_model_state_dict(model, options=options),
-        "optimizers": [get_optimizer_state_dict(model, optimizer, options=options) for optimizer in optimizers],
+        # torch would make a fresh optimizer take a step, to have something to show
+        "optimizers": [get_optimizer_state_dict(model, o, options=options) if o.state else {} for o in optimizers],
     }
     return {**_copied(state), **more}
 
@@ -82,10 +82,10 @@ def _copied(value: Any) -> Any:
 
 
 def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Put a snapshot back. In a group every rank calls it and rank 0's `state` is used on all.
+    """Put a snapshot back. In a group every rank calls it, and rank 0's `state` is used on all.
 
-    The optimizers keep the settings that they were built with (learning rate, weight decay, ...), and get
-    their moments back. ValueError if names or shapes are not the model's.
+    The optimizers keep the settings that they were built with (learning rate, weight decay, ...) and get
+    their moments back. ValueError if the state is not one of this model and so many optimizers.
     """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -93,13 +93,27 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
         set_optimizer_state_dict,
     )
 
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
+    saved = [state.get("optimizers", []) if state else [{} for _ in optimizers]]
+    if state:
+        check(state, model)
+        if len(saved[0]) != len(optimizers):
+            raise ValueError(f"{len(saved[0])} optimizers in the checkpoint, {len(optimizers)} here")
+    used = [bool(each) for each in saved[0]]
+    if dist.is_initialized():
+        dist.broadcast_object_list(used)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=True)
     set_model_state_dict(model, state.get("model", {}), options=options)
-    for optimizer, saved in zip(optimizers, state.get("optimizers") or [{} for _ in optimizers]):
-        if saved:
-            groups = zip(optimizer.param_groups, saved["param_groups"], strict=True)
-            saved = {**saved, "param_groups": [{**ours, "params": theirs["params"]} for ours, theirs in groups]}
-        set_optimizer_state_dict(model, optimizer, saved, options=options)
+    # a parameter that never had a gradient has no moments
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
+    for optimizer, theirs in [pair for pair, use in zip(zip(optimizers, saved[0]), used) if use]:
+        ours = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+        if theirs:  # a copy, since an optimizer makes what it is given its own
+            groups = [{**kept, "params": g["params"]} for kept, g in zip(ours, theirs["param_groups"], strict=True)]
+            theirs = {"state": _copied(theirs["state"]), "param_groups": groups}
+        optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state
+        set_optimizer_state_dict(model, optimizer, theirs, options=options)
+        for group, kept in zip(optimizer.param_groups, ours):
+            group.update(kept)
 
 
 # ------------------------------------------------------------------------------------------- state <-> file
@@ -116,7 +130,7 @@ def save(folder: str, state: dict[str, Any], step: int, loss: float | None = Non
     temporary = os.path.join(folder, f"{TEMPORARY}{os.getpid()}")
     try:
         with open(temporary, "w+b") as file:
-            torch.save(state, file)
+            _write(state, file)
             file.flush()
             os.fsync(file.fileno())
             entry = _entry(step, loss, digest(file))
@@ -133,13 +147,20 @@ def _save_remote(folder: str, state: dict[str, Any], step: int, loss: float | No
     """The same through fsspec. A half-finished upload cannot pass for a checkpoint: its digest is not its name's."""
     fs, path = _filesystem(folder)
     with tempfile.TemporaryFile() as file:
-        torch.save(state, file)
+        _write(state, file)
         entry = _entry(step, loss, digest(file))
         file.seek(0)
         fs.makedirs(path, exist_ok=True)
         with fs.open(f"{path}/{entry.name}", "wb") as remote:
             shutil.copyfileobj(file, remote, 1 << 24)
     return entry
+
+
+def _write(state: dict[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # torch's writer, on its way out, hides what stopped it: a full disk
+        raise error.__context__ if isinstance(error.__context__, OSError) else error
 
 
 def _entry(step: int, loss: float | None, digest: str) -> Entry:
@@ -175,7 +196,8 @@ def entries(folder: str) -> list[Entry]:
     else:
         names = os.listdir(folder) if os.path.isdir(folder) else []
     matches = [match for match in map(NAME.fullmatch, names) if match]
-    return sorted(Entry(int(m[1]), float(m[2]) if m[2] else None, m[3], m[0]) for m in matches)
+    found = [Entry(int(m[1]), float(m[2]) if m[2] else None, m[3], m[0]) for m in matches]
+    return sorted(found, key=lambda entry: (entry.step, entry.name))
 
 
 def newest(folder: str) -> tuple[Found | None, list[str]]:
@@ -200,8 +222,8 @@ def load(folder: str, entry: Entry) -> dict[str, Any]:
         file.seek(0)
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            raise ValueError(f"not a checkpoint: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # whatever a file can make it raise
+            raise ValueError(f"not a checkpoint: {' '.join(str(error).split()[:20])}") from None
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError("not a checkpoint: there is no state dict under 'model'")
     return state
@@ -227,7 +249,7 @@ def prune(folder: str, keep: int) -> None:
     found = entries(folder)
     rated = [entry for entry in found if entry.loss is not None]
     best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
-    for entry in found[:-keep]:
+    for entry in found[: max(0, len(found) - keep)]:
         if entry != best:
             remove(folder, entry.name)
     if "://" not in folder:

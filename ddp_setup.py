@@ -168,7 +168,12 @@ def cores() -> int:
 def _store(here: Place, timeout: float) -> dist.Store:
     """What all ranks share; apart for each restart by torchrun, whose store can outlive the workers."""
     serve = here.rank == 0 and not here.served
-    store = dist.TCPStore(here.address, here.port, here.size, serve, timedelta(seconds=timeout), multi_tenant=True)
+    limit = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore(here.address, here.port, here.size, serve, limit, multi_tenant=True)
+    except dist.DistError as error:
+        where = f"{here.address}:{here.port}"
+        raise ConnectionError(f"rank {here.rank}: not all {here.size} ranks met at {where} ({error})") from error
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 

@@ -189,6 +189,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
+    if hasattr(batch, "_fields"):  # a NamedTuple
+        return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
@@ -205,17 +207,18 @@ def group(
     batches, spare = iter(batches), []
     while True:
         window = list(islice(batches, accum))
-        mine = sum(map(count, window))
-        total = torch.tensor(mine)
+        sums = torch.tensor([sum(map(count, window)), len(window)])
         if dist.is_initialized():
-            total = total.to(_collective_device())
-            dist.all_reduce(total)
-        if not total:
+            sums = sums.to(_collective_device())
+            dist.all_reduce(sums)
+        total, left = sums.tolist()
+        if not left:
             return
         spare = window[:1] or spare
         if not spare:
-            raise ValueError("this rank has no batch at all; use fewer ranks, or a smaller batch")
-        yield (window, int(total)) if window else (spare, 0)
+            raise ValueError("this rank has no batch at all; use fewer ranks, or smaller batches")
+        if total:  # else they are of padding alone: nothing to learn, on any rank
+            yield (window, total) if window else (spare, 0)
 
 
 def _collective_device() -> torch.device:
@@ -231,9 +234,10 @@ def evaluate(
 
     Every rank has to call it. Ranks may have unequal numbers of batches, or none.
     """
-    model = getattr(model, "module", model)  # not through DDP: its forward pass would wait for all ranks'
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module  # DDP's own forward pass can wait for all ranks'
     device = next(model.parameters()).device
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=_widest(device), device=device)
     for batch in batches:
@@ -243,7 +247,8 @@ def evaluate(
         sums[1] += count
     if dist.is_initialized():
         dist.all_reduce(sums)
-    model.train(training)
+    for module, training in modes:
+        module.training = training
     total, count = sums.tolist()
     return total, count
 

@@ -40,7 +40,7 @@ OPTIONS = {
         click.option("--tokens", type=click.Choice(["char", "byte"]), default="char", help="What one token of a text is."),
         click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
         click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
-        click.option("--batch-size", type=_count, default=32, help="Sequences per optimizer step, over all ranks."),
+        click.option("--batch-size", type=_count, default=16, help="Sequences per optimizer step, over all ranks."),
         click.option("--seed", type=_from_zero, default=0, help="Of weights, order and dropout."),
     ],
     "Model": [
@@ -51,12 +51,12 @@ OPTIONS = {
         click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0),
     ],
     "Training": [
-        click.option("--epochs", type=_count, default=3, help="Passes over the data."),
+        click.option("--epochs", type=_count, default=1, help="Passes over the data."),
         click.option("--steps", type=_count, help="Optimizer steps, if that ends first.  [default: no limit]"),
         click.option("--optimizer", type=click.Choice(["adamw", "muon"]), default="muon", help="muon: the blocks' matrices by Muon, the rest by AdamW."),
-        click.option("--lr", type=_positive, default=3e-3, help="Peak learning rate."),
+        click.option("--lr", type=_positive, default=6e-3, help="Peak learning rate."),
         click.option("--min-lr", type=click.FloatRange(0), default=0.0, help="Where its decay ends."),
-        click.option("--warmup", type=_from_zero, default=50, help="Steps to the peak."),
+        click.option("--warmup", type=_from_zero, default=20, help="Steps to the peak."),
         click.option("--weight-decay", type=click.FloatRange(0), default=0.1, help="Of matrices."),
         click.option("--clip", type=click.FloatRange(0), default=1.0, help="Largest gradient norm; 0: any."),
         click.option("--accum", type=_count, default=1, help="Parts that each rank's share of a batch is computed in, to fit memory."),
@@ -179,7 +179,7 @@ def main(command: Callable[..., int], *args: Any) -> None:
     except click.ClickException as error:
         click.echo(f"Error: {error.format_message()}", err=True)
         code = error.exit_code
-    except ConnectionError as error:  # a rank was lost, or killed
+    except (ConnectionError, ChildProcessError) as error:  # a rank was lost, or killed
         click.echo(f"Error: {error}", err=True)
         code = FAILED
     except Exception as error:
@@ -299,7 +299,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
 
     saved = ddp_setup.from_rank_zero(look, world)  # the state itself stays on rank 0
     if saved:
-        take_over(o, given, saved[0])
+        take_over_(o, given, saved[0])
     corpus = chardata.read(o.data, o.tokens)
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
@@ -312,13 +312,12 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
 
     config = gpt.Config(corpus.vocab, o.block_size, o.layers, o.heads, o.embd, o.dropout, o.arch)
     bare = gpt.build(config, o.seed, o.checkpoint_activations)
-    if saved:
-        ddp_setup.from_rank_zero(lambda: ckpt.check(found.state, bare), world)
     bare.to(world.device)
     if o.compile if o.compile is not None else world.device.type == "cuda":
         gpt.compile_(bare)
     model = ddp_setup.replicate(bare, world)
-    dtype = arithmetic(o.dtype, world.device)
+    o.dtype = ddp_setup.from_rank_zero(lambda: arithmetic(o.dtype, world.device), world)
+    dtype = getattr(torch, o.dtype)
     optimizers = make_optimizers(bare, o)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     if saved:
@@ -349,7 +348,7 @@ def find(out: str) -> tuple[Any, list[str]]:
     return found, rejected
 
 
-def take_over(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> None:
+def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> None:
     """What the command line does not say goes on as in the checkpoint; what it contradicts is an error."""
     for name in vars(o).keys() & saved.keys() - set(OWN):
         if name not in given:
@@ -392,13 +391,14 @@ def make_optimizers(model: Any, o: SimpleNamespace) -> list[Any]:
     return made
 
 
-def arithmetic(name: str, device: Any) -> Any:
-    """The dtype that --dtype names; "auto" is bfloat16 where the hardware multiplies faster in it."""
+def arithmetic(name: str, device: Any) -> str:
+    """--dtype, with "auto" resolved: bfloat16 where this device multiplies much faster in it, else float32."""
     import torch
 
     if name != "auto":
-        return getattr(torch, name)
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else torch.float32
+        return name
+    gain = matmul_rate(device, torch.bfloat16) / matmul_rate(device, torch.float32)
+    return "bfloat16" if gain > 1.5 else "float32"
 
 
 def matmul_rate(device: Any, dtype: Any) -> float:
