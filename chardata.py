@@ -105,7 +105,9 @@ def _fetched(url: str) -> list[str]:
     fs, path = url_to_fs(url)
     cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ddpkit")
     copies = []
-    for name in sorted(fs.glob(path)) if glob.has_magic(path) else [path]:
+    for name in [path] if fs.exists(path) else sorted(fs.glob(path)):
+        if fs.isdir(name):
+            raise IsADirectoryError(f"{url}: is a folder; name its files, for example '{url}/*.txt'")
         version = hashlib.sha256(f"{fs.unstrip_protocol(name)} {fs.ukey(name)}".encode()).hexdigest()[:32]
         copy = os.path.join(cache, version, os.path.basename(name))
         if not os.path.exists(copy):
@@ -184,23 +186,25 @@ def _code_points(text: str, size: int = 1 << 22) -> Iterator[np.ndarray]:
 
 
 def encode(text: str, kind: str, chars: str) -> np.ndarray:
-    """text -> (n,) ids in the smallest unsigned type. ValueError names a character that is not in `chars`."""
+    """text -> (n,) ids in the smallest unsigned type; of kind "ids" the text is numbers.
+
+    ValueError names a character that is not in `chars`, or what is not a number.
+    """
     if kind == "byte":
         return np.frombuffer(text.encode(), np.uint8)
     if kind == "ids":
-        raise ValueError("this vocabulary is of bare token ids: there is no text to make of it")
-    missing = len(chars)
-    table = np.full(0x110000, missing, np.min_scalar_type(missing))
-    table[[ord(c) for c in chars]] = np.arange(len(chars))
+        return np.array([int(number) for number in text.split()], np.uint32)
+    known, table = np.zeros(0x110000, bool), np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
+    points = [ord(c) for c in chars]
+    known[points], table[points] = True, np.arange(len(chars))
     ids = np.empty(len(text), table.dtype)
     start = 0
     for codes in _code_points(text):
+        if not known[codes].all():
+            at = start + int(known[codes].argmin())
+            raise ValueError(f"character {text[at]!r} at {at} is not among the {len(chars)} of the vocabulary")
         ids[start : start + len(codes)] = table[codes]
         start += len(codes)
-    unknown = ids == missing
-    if unknown.any():
-        at = int(unknown.argmax())
-        raise ValueError(f"character {text[at]!r} at {at} is not among the {len(chars)} of the vocabulary")
     return ids
 
 
@@ -213,10 +217,11 @@ def decode(ids: Sequence[int], kind: str, chars: str) -> bytes:
 
 
 def count_characters(shards: Shards, kind: str) -> int:
-    """How many characters the tokens are; 0 for bare ids. In UTF-8 every byte but 10xxxxxx begins one."""
+    """How many characters the tokens after the first begin; 0 for bare ids. In UTF-8 each byte but 10xxxxxx does."""
     if kind == "byte":
-        return sum(int(((chunk & 0xC0) != 0x80).sum()) for shard in shards for chunk in _chunks(shard))
-    return length(shards) if kind == "char" else 0
+        begun = sum(int(((chunk & 0xC0) != 0x80).sum()) for shard in shards for chunk in _chunks(shard))
+        return begun - int((shards[0][0] & 0xC0) != 0x80)
+    return length(shards) - 1 if kind == "char" else 0
 
 
 # ---------------------------------------------------------------------------------------- windows, sharded
@@ -257,7 +262,7 @@ def tokens_before(step: int, n: int, block_size: int, batch_size: int) -> int:
     """How many tokens the steps before `step` train on, n being those of an epoch's text."""
     epochs, steps_in = divmod(step, steps_per_epoch(n, block_size, batch_size))
     count = windows(n, block_size)
-    return (epochs * count + min(steps_in * batch_size, count)) * block_size
+    return (epochs * count + steps_in * batch_size) * block_size
 
 
 def steps(

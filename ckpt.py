@@ -12,6 +12,8 @@ under "model" a plain state dict, on the CPU, with the names that the bare model
 any URL that fsspec knows.
 """
 
+import copy
+import dataclasses
 import hashlib
 import math
 import os
@@ -69,16 +71,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **mo
         # torch would make a fresh optimizer take a step, to have something to show
         "optimizers": [get_optimizer_state_dict(model, o, options=options) if o.state else {} for o in optimizers],
     }
-    return {**_copied(state), **more}
-
-
-def _copied(value: Any) -> Any:
-    """The same nest of builtins, each tensor cloned: on a CPU the state dict is the model's own memory."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+    return {**copy.deepcopy(state), **more}  # on a CPU, what torch gives is the model's own memory
 
 
 def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -93,27 +86,50 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
         set_optimizer_state_dict,
     )
 
-    saved = [state.get("optimizers", []) if state else [{} for _ in optimizers]]
+    verdict: list[Any] = [None, None]  # what is wrong with the state, and which optimizers it has moments of
     if state:
-        check(state, model)
-        if len(saved[0]) != len(optimizers):
-            raise ValueError(f"{len(saved[0])} optimizers in the checkpoint, {len(optimizers)} here")
-    used = [bool(each) for each in saved[0]]
-    if dist.is_initialized():
-        dist.broadcast_object_list(used)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=True)
+        try:
+            check(state, model)
+            if len(state["optimizers"]) != len(optimizers):
+                raise ValueError(f"{len(state['optimizers'])} optimizers in the checkpoint, {len(optimizers)} here")
+            verdict[1] = [bool(saved) for saved in state["optimizers"]]
+        except ValueError as error:
+            verdict[0] = str(error)
+    grouped = dist.is_initialized()
+    if grouped:
+        dist.broadcast_object_list(verdict)
+    if verdict[0]:
+        raise ValueError(verdict[0])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=grouped)
     set_model_state_dict(model, state.get("model", {}), options=options)
-    # a parameter that never had a gradient has no moments
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
-    for optimizer, theirs in [pair for pair, use in zip(zip(optimizers, saved[0]), used) if use]:
-        ours = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-        if theirs:  # a copy, since an optimizer makes what it is given its own
-            groups = [{**kept, "params": g["params"]} for kept, g in zip(ours, theirs["param_groups"], strict=True)]
-            theirs = {"state": _copied(theirs["state"]), "param_groups": groups}
+    options = dataclasses.replace(options, strict=False)  # a parameter that never had a gradient has no moments
+    for optimizer, saved, used in zip(optimizers, state.get("optimizers") or [{}] * len(optimizers), verdict[1]):
         optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state
-        set_optimizer_state_dict(model, optimizer, theirs, options=options)
-        for group, kept in zip(optimizer.param_groups, ours):
-            group.update(kept)
+        optimizer.state.clear()
+        if not used:
+            continue
+        settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+        if saved:  # a copy, since an optimizer makes what it is given its own
+            groups = [{**ours, "params": g["params"]} for ours, g in zip(settings, saved["param_groups"], strict=True)]
+            saved = {"state": copy.deepcopy(saved["state"]), "param_groups": groups}
+        set_optimizer_state_dict(model, optimizer, saved, options=options)
+        for group, ours in zip(optimizer.param_groups, settings):
+            group.update(ours)
+
+
+def check(state: dict[str, Any], model: nn.Module) -> None:
+    """ValueError unless state["model"] has just the names, shapes and types of `model`, wrapped or bare."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    theirs, ours = state["model"], model.state_dict()
+    for name in [*ours, *theirs]:
+        if name not in theirs or name not in ours:
+            raise ValueError(f"{name} is {'missing from' if name in ours else 'only in'} the checkpoint")
+        if not isinstance(theirs[name], Tensor):
+            raise ValueError(f"{name} is a {type(theirs[name]).__name__} in the checkpoint, not a tensor")
+        a, b = ((tuple(t.shape), t.dtype) for t in (theirs[name], ours[name]))
+        if a != b:
+            raise ValueError(f"{name} is {a[0]} {a[1]} in the checkpoint, {b[0]} {b[1]} in the model")
 
 
 # ------------------------------------------------------------------------------------------- state <-> file
@@ -212,7 +228,7 @@ def newest(folder: str) -> tuple[Found | None, list[str]]:
 
 
 def load(folder: str, entry: Entry) -> dict[str, Any]:
-    """Read one checkpoint, tensors on the CPU. ValueError if its content is not what its name says.
+    """Read one checkpoint, tensors on the CPU. ValueError if its content is not what its name says, or NaN.
 
     Nothing in the file is run: torch.load reads tensors and builtins alone.
     """
@@ -223,25 +239,13 @@ def load(folder: str, entry: Entry) -> dict[str, Any]:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a file can make it raise
-            raise ValueError(f"not a checkpoint: {' '.join(str(error).split()[:20])}") from None
+            raise ValueError(f"not a checkpoint: {' '.join(repr(error).split()[:20])}") from None
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError("not a checkpoint: there is no state dict under 'model'")
+    for name, value in state["model"].items():
+        if isinstance(value, Tensor) and value.isnan().any():
+            raise ValueError(f"worthless: {name} has numbers that are not (NaN)")
     return state
-
-
-def check(state: dict[str, Any], model: nn.Module) -> None:
-    """ValueError unless state["model"] has just the model's names, shapes and types, and finite numbers."""
-    theirs, ours = state["model"], model.state_dict()
-    for name in [*ours, *theirs]:
-        if name not in theirs or name not in ours:
-            raise ValueError(f"{name} is {'missing from' if name in ours else 'only in'} the checkpoint")
-        if not isinstance(theirs[name], Tensor):
-            raise ValueError(f"{name} is a {type(theirs[name]).__name__} in the checkpoint, not a tensor")
-        a, b = ((tuple(t.shape), t.dtype) for t in (theirs[name], ours[name]))
-        if a != b:
-            raise ValueError(f"{name} is {a[0]} {a[1]} in the checkpoint, {b[0]} {b[1]} in the model")
-        if not theirs[name].isfinite().all():
-            raise ValueError(f"{name} has numbers in the checkpoint that are not finite")
 
 
 def prune(folder: str, keep: int) -> None:

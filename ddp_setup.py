@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeVar
 
@@ -179,7 +180,8 @@ def _store(here: Place, timeout: float) -> dist.Store:
 
 def _fail(error: Exception, here: Place, failures: dist.Store) -> None:
     """Return on the rank that failed first; SystemExit on the others; ConnectionError names who is missing."""
-    lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "Connection" in str(error)
+    # gloo raises bare RuntimeErrors
+    lost = isinstance(error, RuntimeError) and re.search("gloo|connection|timed out|timeout|nccl", str(error), re.I)
     try:
         failures.set_timeout(timedelta(seconds=5))
         failures.set(f"{here.rank}", "failed")
@@ -289,9 +291,11 @@ def spawn(fn: Callable[..., None], size: int, *args: Any) -> int:
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # children are born so: a stop while they start is kept
-    children = mp.spawn(_child, (os.getpid(), port, size, fn, args), size, join=False).processes
     with stop_signals() as asked:
+        resource_tracker.ensure_running()  # now, as it unblocks signals on its way
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited: a stop is kept until a child can hear it
+        children = mp.spawn(_child, (os.getpid(), port, size, fn, args), size, join=False).processes
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         first = _watch(children, asked)
     if first is not None and first[1] < 0:
         if dist.PrefixStore("0/failure", store).add("reported", 1) == 1:

@@ -89,10 +89,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     ten times as long (torch 2.13).
     """
     T, S, D = q.shape[-2], k.shape[-2], q.shape[-1]
+    if T in (1, S) and (q.device.type != "cpu" or S > 512):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
-    if q.device.type != "cpu" or S > 512:
-        mask = None if T in (1, S) else ~future
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=T == S)
     scores = (q * D**-0.5) @ k.transpose(-2, -1)
     weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
     return F.dropout(weights, dropout) @ v if dropout else weights @ v
@@ -195,7 +194,7 @@ def _check(config: Config) -> None:
             raise ValueError(f"{name} is {getattr(config, name)}; must be at least 1")
     if config.embd % config.heads:
         raise ValueError(f"embd {config.embd} is not divisible by heads {config.heads}")
-    if config.embd // config.heads % 2:
+    if config.embd // config.heads % 2 and ARCHS[config.arch].place is _rotate:
         raise ValueError(f"embd / heads is {config.embd // config.heads}; rotary positions need an even number")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout is {config.dropout}; must be at least 0 and below 1")
@@ -244,6 +243,8 @@ def sample(
     Each token costs one position: keys and values are kept. A context that has grown to `block_size` tokens
     is cut to its last half and read anew, so that no token is ever more than block_size - 1 away.
     """
+    if not len(prompt):
+        raise ValueError("the prompt is empty; at least one token is needed")
     config, weight = model.config, model.embedding.weight
     shape = (1, config.heads, config.block_size, config.embd // config.heads)
     caches = [Cache(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in model.blocks]
@@ -272,6 +273,6 @@ def choose(
         return int(logits.argmax())
     ranked, ids = (logits.float() / temperature).sort(descending=True)
     probabilities = ranked[: top_k or None].softmax(0)
-    before = probabilities.cumsum(0) - probabilities  # what is likelier; the first is always kept
-    probabilities[before >= top_p] = 0
+    likelier = probabilities.cumsum(0) - probabilities
+    probabilities[1:][likelier[1:] >= top_p] = 0
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -189,6 +189,15 @@ def main(command: Callable[..., int], *args: Any) -> None:
 
 
 @contextmanager
+def divergence(out: str, diverged: type[Exception]) -> Iterator[None]:
+    """Where training itself went wrong: one line, exit code 1."""
+    try:
+        yield
+    except diverged as error:
+        raise click.ClickException(f"{error}; the checkpoints in {out} are from before; try a lower --lr") from error
+
+
+@contextmanager
 def users_mistakes() -> Iterator[None]:
     """Before training, what is wrong with values and files is the user's to mend: one line, exit code 2."""
     try:
@@ -239,7 +248,11 @@ def train(o: SimpleNamespace, given: list[str]) -> int:
     import gpt
     import loop
 
-    with ddp_setup.stop_signals() as asked, ddp_setup.process_group(o.device, o.timeout) as world:
+    with (
+        ddp_setup.stop_signals() as asked,
+        ddp_setup.process_group(o.device, o.timeout) as world,
+        divergence(o.out, loop.Diverged),
+    ):
         with users_mistakes():
             job = prepare(o, given, world)
         if job.start >= job.total:
@@ -332,7 +345,8 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
         flops=gpt.flops_per_token(config),
         peak=world.size * matmul_rate(world.device, dtype),
     )  # fmt: skip
-    ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
+    if job.start < job.total:
+        ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
     return job
 
 
@@ -604,7 +618,7 @@ device_option = click.option("--device", default="auto", metavar="auto|cpu|cuda|
 @cli.command("sample")
 @out_option
 @device_option
-@click.option("--prompt", default="\n", help="Text to go on from.")
+@click.option("--prompt", help="Text to go on from; bare ids as numbers.  [default: a new line]")
 @click.option("--tokens", type=_count, default=500, help="How many to make.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.8, help="0: always the likeliest.")
 @click.option("--top-k", type=_from_zero, default=0, help="Among the K likeliest; 0: all.")
@@ -628,12 +642,14 @@ def sample(o: SimpleNamespace) -> int:
 
     with ddp_setup.process_group(o.device) as world, users_mistakes():
         model, vocabulary, _ = load(o.out, world.device)
-        ids = chardata.encode(o.prompt, vocabulary.kind, vocabulary.chars)
-        if not len(ids):
-            raise ValueError("--prompt is empty; at least one token is needed")
+        newline = "\n" if vocabulary.kind == "byte" or "\n" in vocabulary.chars else vocabulary.chars[:1] or "0"
+        prompt = newline if o.prompt is None else o.prompt
+        ids = chardata.encode(prompt, vocabulary.kind, vocabulary.chars)
+        if not len(ids) or ids.max() >= vocabulary.vocab:
+            raise ValueError(f"--prompt {prompt!r}: needs one token at least, and ids below {vocabulary.vocab}")
         generator = torch.Generator(world.device)
         generator.seed() if o.seed is None else generator.manual_seed(o.seed)
-    click.echo(o.prompt, nl=False)
+    click.echo(prompt, nl=False)
     how = {"temperature": o.temperature, "top_k": o.top_k, "top_p": o.top_p, "generator": generator}
     stream(model, vocabulary, torch.from_numpy(ids.astype("int64")), o.tokens, **how)
     return DONE

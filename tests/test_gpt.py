@@ -1,0 +1,404 @@
+"""gpt against references written out here, and against what must hold of any model."""
+
+import math
+from collections import Counter
+from functools import partial
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import gpt
+
+torch.set_num_threads(1)  # the tensors are tiny, and threads that wait for a shared core are slow
+
+ARCHS = ["gpt2", "modern"]
+SMALL = gpt.Config(vocab=13, block_size=12, layers=3, heads=2, embd=16)
+
+
+def random_model(arch, **changes):
+    """No weight zero or one, as after training: what a fresh model starts with could hide what it computes."""
+    model = gpt.build(SMALL._replace(arch=arch, **changes), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.4, generator=generator)
+    return model.eval()
+
+
+def assert_close(actual, expected, tolerance):
+    """To `tolerance` of the largest number in `expected`: what float32 loses by adding in another order."""
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def random_tokens(*shape, vocab=SMALL.vocab, seed=0):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ----------------------------------------------------------------------------------------------- references
+
+
+def gpt2_reference(weights, tokens, config):
+    """GPT-2 of torch's own encoder layers: a decoder is an encoder that is not shown the future."""
+    T, C = tokens.shape[1], config.embd
+    layer = nn.TransformerEncoderLayer(
+        C, config.heads, 4 * C, 0.0, partial(F.gelu, approximate="tanh"), batch_first=True, norm_first=True
+    )
+    names = {
+        "self_attn.in_proj_": "qkv.", "self_attn.out_proj.": "out.", "linear1.": "up.", "linear2.": "down.",
+        "norm1.": "norm1.", "norm2.": "norm2.",
+    }  # fmt: skip
+    x = weights["embedding.weight"][tokens] + weights["positions.weight"][:T]
+    for i in range(config.layers):
+        pairs = [(a, b, end) for a, b in names.items() for end in ("weight", "bias")]
+        its_weights = {a + end: weights[f"blocks.{i}.{b}{end}"] for a, b, end in pairs}
+        x = torch.func.functional_call(layer, its_weights, (x, nn.Transformer.generate_square_subsequent_mask(T)))
+    return F.layer_norm(x, (C,), weights["norm.weight"], weights["norm.bias"]) @ weights["embedding.weight"].T
+
+
+def modern_reference(weights, tokens, config):
+    """One head and one query at a time; a rotation is a product of complex numbers."""
+    T, C, D = tokens.shape[1], config.embd, config.embd // config.heads
+
+    def norm(x):
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+    def turned(x):  # (B, T, D)
+        angles = torch.arange(T)[:, None] * 10000.0 ** (-2 * torch.arange(D // 2) / D)
+        z = torch.complex(*norm(x).chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((z.real, z.imag), -1)
+
+    x = weights["embedding.weight"][tokens]
+    for i in range(config.layers):
+        w = {name: weights[f"blocks.{i}.{name}.weight"] for name in ("qkv", "out", "up", "down")}
+        heads = []
+        for h in range(config.heads):
+            q, k, v = (norm(x) @ w["qkv"][j * C + h * D : j * C + (h + 1) * D].T for j in range(3))
+            q, k = turned(q), turned(k)
+            rows = [(q[:, t : t + 1] @ k[:, : t + 1].mT / D**0.5).softmax(-1) @ v[:, : t + 1] for t in range(T)]
+            heads.append(torch.cat(rows, 1))
+        x = x + torch.cat(heads, -1) @ w["out"].T
+        x = x + (norm(x) @ w["up"].T).clamp(min=0) ** 2 @ w["down"].T
+    return norm(x) @ weights["head.weight"].T
+
+
+REFERENCES = {"gpt2": gpt2_reference, "modern": modern_reference}
+
+
+@pytest.mark.parametrize("T", [1, 7, 12])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_logits_are_those_of_the_reference(arch, T):
+    model, tokens = random_model(arch), random_tokens(4, T)
+    expected = REFERENCES[arch](model.state_dict(), tokens, model.config)
+    assert expected.std() > 0.1
+    assert_close(model(tokens), expected, 1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_logits_of_a_long_window_are_those_of_the_reference(arch):
+    model, tokens = random_model(arch, block_size=600, layers=1), random_tokens(1, 600)
+    expected = REFERENCES[arch](model.state_dict(), tokens, model.config)
+    # rotary angles grow with the position, and float32's error of them with it: 600 * 2^-24 radians
+    assert_close(model(tokens), expected, 1e-4)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_gradients_are_those_of_the_reference(arch):
+    model, tokens, targets = random_model(arch), random_tokens(2, 9), random_tokens(2, 9, seed=1)
+    gpt.loss(model, (tokens, targets))[0].backward()
+    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    logits = REFERENCES[arch](weights, tokens, model.config)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, weights[name].grad, 1e-4)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_comes_later_changes_nothing_before_it(arch):
+    model, tokens = random_model(arch), random_tokens(2, 12)
+    before = model(tokens)
+    for t in range(12):
+        changed = tokens.clone()
+        changed[:, t] = (changed[:, t] + 1) % SMALL.vocab
+        after = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t])  # a weight of exactly 0 in the same sums
+        assert not torch.isclose(after[:, t:], before[:, t:]).all(-1).any()
+
+
+def test_the_modern_model_sees_distances_and_not_positions():
+    model, tokens = random_model("modern"), random_tokens(2, 12)
+    for start in (1, 5, 100):
+        assert_close(model(tokens, start=start), model(tokens), 1e-4)  # float32's angles of up to 112 radians
+
+
+@pytest.mark.parametrize("T, S", [(1, 1), (9, 9), (1, 9), (4, 9), (600, 600), (1, 600), (4, 600)])
+def test_the_last_queries_attend_to_what_is_not_after_them(T, S):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, length, 8, generator=generator) for length in (T, S, S))
+    out = gpt.attention(q, k, v, 0.0)
+    for t in range(T):
+        seen = S - T + t + 1
+        weights = (torch.einsum("bhd,bhsd->bhs", q[:, :, t], k[:, :, :seen]) / math.sqrt(8)).softmax(-1)
+        assert_close(out[:, :, t], torch.einsum("bhs,bhsd->bhd", weights, v[:, :, :seen]), 1e-5)
+
+
+@pytest.mark.parametrize("S, copies", [(12, 1000), (600, 20)])
+def test_attention_drops_weights_at_random_and_keeps_their_mean(S, copies):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, copies, 1, S, 4)
+    sums = gpt.attention(q, k, torch.ones_like(q), 0.5)[..., 0]  # of what is left of each query's weights
+    assert sums[:, 0, 0].unique().tolist() == [0, 2]  # the first query has one weight, of 1
+    assert abs(sums.mean() - 1) < 6 * sums.std() / sums.numel() ** 0.5
+
+
+# ------------------------------------------------------------------------------------------------ the weights
+
+
+def test_gpt2_of_124_million_parameters_has_as_many_as_the_published_one():
+    with torch.device("meta"):
+        model = gpt.build(gpt.Config(50257, 1024, 12, 12, 768, arch="gpt2"), seed=0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_seed_alone_decides_the_weights_and_the_global_generator_is_left_alone(arch):
+    config = SMALL._replace(arch=arch)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = gpt.build(config, seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    again, other = gpt.build(config, seed=0), gpt.build(config, seed=1)
+    pairs = list(zip(first.parameters(), again.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b, _ in pairs)
+    assert not torch.equal(first.embedding.weight, other.embedding.weight)
+
+
+def test_gpt2_starts_with_the_weights_of_its_paper():
+    model = gpt.build(SMALL._replace(arch="gpt2", embd=128, layers=8, vocab=100, block_size=64), seed=0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == (1 if "norm" in name and name.endswith("weight") else 0)).all(), name
+        else:
+            std = 0.02 / math.sqrt(2 * 8) if name.endswith(("out.weight", "down.weight")) else 0.02
+            error = std / math.sqrt(2 * parameter.numel())  # of a standard deviation that is estimated
+            assert abs(parameter.std() - std) < 5 * error, name
+
+
+def test_modern_starts_with_blocks_that_do_nothing_and_has_no_vectors():
+    model, tokens = gpt.build(SMALL, seed=0), random_tokens(2, 12)
+    assert all(parameter.ndim == 2 for parameter in model.parameters())
+    expected = model.head(model.norm(model.embedding(tokens)))
+    assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_groups_are_a_partition_of_the_parameters(arch):
+    model = gpt.build(SMALL._replace(arch=arch), seed=0)
+    kinds = gpt.groups(model)
+    assert list(kinds) == ["matrices", "embeddings", "vectors"]
+    ids = [id(parameter) for kind in kinds.values() for parameter in kind]
+    assert len(set(ids)) == len(ids) and set(ids) == {id(parameter) for parameter in model.parameters()}
+    outside = {"gpt2": [model.embedding, model.positions], "modern": [model.embedding, model.head]}[arch]
+    assert {id(p) for p in kinds["embeddings"]} == {id(module.weight) for module in outside}
+    assert len(kinds["matrices"]) == 4 * SMALL.layers and all(p.ndim == 2 for p in kinds["matrices"])
+    assert len(kinds["vectors"]) == (8 * SMALL.layers + 2 if arch == "gpt2" else 0)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"vocab": 0}, "vocab is 0; must be at least 1"),
+        ({"block_size": 0}, "block_size is 0; must be at least 1"),
+        ({"layers": -1}, "layers is -1; must be at least 1"),
+        ({"heads": 0}, "heads is 0; must be at least 1"),
+        ({"embd": 0}, "embd is 0; must be at least 1"),
+        ({"heads": 3}, "embd 16 is not divisible by heads 3"),
+        ({"heads": 16}, "embd / heads is 1; rotary positions need an even number"),
+        ({"dropout": 1.0}, "dropout is 1.0; must be at least 0 and below 1"),
+        ({"dropout": -0.1}, "dropout is -0.1; must be at least 0 and below 1"),
+        ({"arch": "gpt3"}, "arch 'gpt3' is not one of gpt2, modern"),
+    ],
+)
+def test_a_config_that_cannot_be_is_an_error_with_its_numbers(changes, message):
+    with pytest.raises(ValueError) as caught:
+        gpt.build(SMALL._replace(**changes), seed=0)
+    assert str(caught.value) == message
+
+
+# ------------------------------------------------------------------------------------------- loss and figures
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_loss_is_the_sum_of_the_cross_entropies(arch):
+    model, x, y = random_model(arch), random_tokens(3, 10), random_tokens(3, 10, seed=1)
+    total, count = gpt.loss(model, (x, y))
+    probabilities = model(x).double().softmax(-1).gather(-1, y[..., None])
+    assert count == 30 and total.shape == ()
+    torch.testing.assert_close(total.double(), -probabilities.log().sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_in_bfloat16_the_loss_is_still_summed_in_float32(arch, autocast):
+    model, batch = random_model(arch), (random_tokens(3, 10), random_tokens(3, 10, seed=1))
+    exact, _ = gpt.loss(model, batch)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        total, _ = gpt.loss(model if autocast else model.bfloat16(), batch)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, exact, rtol=2**-5, atol=0)  # bfloat16 has 8 bits, and there are 3 layers
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("config", [SMALL, gpt.Config(65, 32, 2, 4, 24)])
+def test_the_flops_are_those_that_torch_counts_in_forward_and_backward(arch, config):
+    config = config._replace(arch=arch)
+    model, tokens = gpt.build(config, seed=0), random_tokens(5, config.block_size)
+    with FlopCounterMode(display=False) as counter:
+        gpt.loss(model, (tokens, tokens))[0].backward()
+    assert gpt.flops_per_token(config) * tokens.numel() == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_checkpointed_activations_give_the_same_gradients_from_less_memory(arch):
+    def run(checkpointed):
+        model = gpt.build(SMALL._replace(arch=arch, dropout=0.3), 0, checkpoint_activations=checkpointed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+        torch.manual_seed(3)  # of the dropout
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            total, _ = gpt.loss(model, (random_tokens(4, 12), random_tokens(4, 12, seed=1)))
+        total.backward()
+        return [total, *(parameter.grad for parameter in model.parameters())], sum(kept)
+
+    (plain, much), (checkpointed, little) = run(False), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
+    assert little < much / 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import
+def test_compiling_changes_no_name():
+    model = gpt.build(SMALL, seed=0)
+    names = [name for name, _ in model.named_parameters()]
+    gpt.compile_(model)
+    assert [name for name, _ in model.named_parameters()] == names == list(model.state_dict())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_dropout_is_random_in_training_and_absent_otherwise(arch):
+    model, tokens = random_model(arch, dropout=0.5), random_tokens(2, 12)
+    plain = random_model(arch)
+    assert torch.equal(model(tokens), plain(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+# ------------------------------------------------------------------------------------------------- sampling
+
+
+def sample_without_a_cache(model, prompt, temperature, generator):
+    """The rule of `sample`: what has grown past block_size is cut to its last half, at least one token."""
+    size = model.config.block_size
+    context = prompt[-size:].tolist()
+    while True:
+        logits = model(torch.tensor([context]))[0, -1]
+        context.append(gpt.choose(logits, temperature, 0, 1.0, generator))
+        yield context[-1]
+        if len(context) > size:
+            context = context[-max(1, size // 2) :]
+
+
+@pytest.mark.parametrize("temperature", [0, 2])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("block_size, prompt", [(12, 1), (12, 5), (12, 12), (12, 30), (7, 3), (2, 1), (1, 1), (1, 3)])
+def test_with_a_cache_the_tokens_are_those_without_one(block_size, prompt, arch, temperature):
+    model, prompt = random_model(arch, block_size=block_size), random_tokens(prompt)
+    with_cache, without = (
+        list(islice(f(model, prompt, temperature=temperature, generator=torch.Generator().manual_seed(0)), 50))
+        for f in (gpt.sample, sample_without_a_cache)
+    )
+    assert with_cache == without
+    assert temperature == 0 or len(set(without)) > 4
+
+
+def test_sampling_computes_one_position_for_each_token_until_the_context_is_full():
+    model, widths = random_model("modern"), []
+    model.embedding.register_forward_hook(lambda module, args, out: widths.append(args[0].shape[1]))
+    list(islice(gpt.sample(model, random_tokens(5)), 16))
+    assert widths == [5] + [1] * 7 + [6] + [1] * 6 + [6]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sampling_has_no_dropout_and_leaves_gradients_on(arch):
+    model, prompt = random_model(arch, dropout=0.5).train(), random_tokens(3)
+    expected = list(islice(gpt.sample(random_model(arch), prompt, temperature=0), 20))
+    tokens = gpt.sample(model, prompt, temperature=0)
+    assert [next(tokens) for _ in range(20)] == expected
+    assert torch.is_grad_enabled()
+
+
+def test_sampling_leaves_the_model_in_training():
+    model = random_model("modern").train()
+    list(islice(gpt.sample(model, random_tokens(3)), 5))
+    assert model.training
+
+
+def test_the_generator_alone_decides_what_is_drawn():
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return list(islice(gpt.sample(model, random_tokens(3), temperature=2.0, generator=generator), 30))
+
+    model = random_model("gpt2")
+    before = torch.get_rng_state()
+    assert draw(0) == draw(0) != draw(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.0, 1.9])
+
+
+def distribution(temperature, top_k, top_p):
+    """The definition, an id at a time, in plain floats."""
+    weights = {i: math.exp(logit / temperature) for i, logit in enumerate(LOGITS.tolist())}
+    ranked = sorted(weights, key=weights.get, reverse=True)[: top_k or len(weights)]
+    whole, kept = sum(weights[i] for i in ranked), []
+    while sum(weights[i] for i in kept) < top_p * whole and len(kept) < len(ranked):
+        kept.append(ranked[len(kept)])
+    return {i: weights[i] / sum(weights[j] for j in kept) for i in kept}
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [(1, 0, 1), (0.5, 0, 1), (2, 0, 1), (1, 1, 1), (1, 2, 1), (1, 6, 1), (1, 99, 1), (1, 0, 0.01), (1, 0, 0.5),
+     (1, 0, 0.7), (1, 0, 0.95), (1.5, 3, 0.6), (0.7, 4, 0.9), (1, 3, 0.75)],
+)  # fmt: skip
+def test_tokens_are_drawn_as_temperature_top_k_and_top_p_say(temperature, top_k, top_p):
+    expected, n = distribution(temperature, top_k, top_p), 2000
+    generator = torch.Generator().manual_seed(0)
+    counts = Counter(gpt.choose(LOGITS, temperature, top_k, top_p, generator) for _ in range(n))
+    assert counts.keys() == expected.keys()
+    statistic = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in expected.items())
+    df = len(expected) - 1
+    assert statistic <= df + 6 * math.sqrt(2 * df)  # the mean and six standard deviations of chi-square
+
+
+def test_temperature_0_takes_the_likeliest_and_draws_nothing():
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    assert gpt.choose(LOGITS, 0, 3, 0.5, generator) == 1
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_sample_hands_its_settings_on():
+    model, prompt = random_model("modern"), random_tokens(4)
+    greedy = list(islice(gpt.sample(model, prompt, temperature=0), 20))
+    assert list(islice(gpt.sample(model, prompt, top_k=1), 20)) == greedy
+    assert list(islice(gpt.sample(model, prompt, top_p=1e-6), 20)) == greedy
+    assert list(islice(gpt.sample(model, prompt, temperature=1e-4), 20)) == greedy
+    assert list(islice(gpt.sample(model, prompt, temperature=3.0), 20)) != greedy
