@@ -17,9 +17,11 @@ import dataclasses
 import hashlib
 import math
 import os
+import pickle
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -105,8 +107,8 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
     options = dataclasses.replace(options, strict=False)  # a parameter that never had a gradient has no moments
     for optimizer, saved, used in zip(optimizers, state.get("optimizers") or [{}] * len(optimizers), verdict[1]):
         optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state
-        optimizer.state.clear()
         if not used:
+            optimizer.state.clear()
             continue
         settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
         if saved:  # a copy, since an optimizer makes what it is given its own
@@ -237,7 +239,11 @@ def load(folder: str, entry: Entry) -> dict[str, Any]:
             raise ValueError("damaged: the content does not have the digest that the name tells")
         file.seek(0)
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                state = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise ValueError("not a checkpoint: it is not just tensors and plain values") from None
         except Exception as error:  # whatever a file can make it raise
             raise ValueError(f"not a checkpoint: {' '.join(repr(error).split()[:20])}") from None
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):

@@ -188,7 +188,7 @@ def _fail(error: Exception, here: Place, failures: dist.Store) -> None:
         if lost:
             time.sleep(2)  # it is a consequence: whoever knows the cause, a rank or the launcher, speaks first
         if failures.add("reported", 1) > 1:
-            raise SystemExit(1)
+            raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
         silent = [rank for rank in range(here.size) if not failures.check([f"{rank}"])]
     except dist.DistError:
         silent = [0]  # which served the store

@@ -19,21 +19,23 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
 # torch, and the modules that import it, are imported where they are used: --help answers at once.
 
+T = TypeVar("T")
 STARTED = time.perf_counter()
 PREFIX = "DDPKIT"
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 3  # exit codes
 
-_count, _from_zero, _positive = click.IntRange(1), click.IntRange(0), click.FloatRange(0, min_open=True)
+_count, _from_zero, _seed = click.IntRange(1), click.IntRange(0), click.IntRange(0, 2**63 - 1)
+_positive = click.FloatRange(0, min_open=True)
 OPTIONS = {
     "Data": [
         click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
@@ -41,7 +43,7 @@ OPTIONS = {
         click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
         click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
         click.option("--batch-size", type=_count, default=16, help="Sequences per optimizer step, over all ranks."),
-        click.option("--seed", type=_from_zero, default=0, help="Of weights, order and dropout."),
+        click.option("--seed", type=_seed, default=0, help="Of weights, order and dropout."),
     ],
     "Model": [
         click.option("--arch", type=click.Choice(["gpt2", "modern"]), default="modern", help="gpt2 is GPT-2 exactly."),
@@ -105,11 +107,11 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
         with open(path, "rb") as file:
             config = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise click.ClickException(f"--config {path}: {error}") from None
+        raise mistake(f"--config {path}: {error}") from None
     known = {param.name for param in ctx.command.params} - {"config"}
     for key in config:
         if key not in known:
-            raise click.BadParameter(f"{path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
+            raise mistake(f"--config {path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
     ctx.default_map = config
 
 
@@ -154,7 +156,7 @@ def check_environment() -> None:
         known |= {f"{PREFIX}_{name}_{param.name}".upper() for param in command.params}
     for name in os.environ:
         if name.startswith(f"{PREFIX}_") and name not in known:
-            raise click.ClickException(f"environment variable {name}: there is no such flag")
+            raise mistake(f"environment variable {name}: there is no such flag")
 
 
 def launch(o: SimpleNamespace, given: list[str]) -> int:
@@ -179,6 +181,9 @@ def main(command: Callable[..., int], *args: Any) -> None:
     except click.ClickException as error:
         click.echo(f"Error: {error.format_message()}", err=True)
         code = error.exit_code
+    except BrokenPipeError:  # whoever read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = FAILED
     except (ConnectionError, ChildProcessError) as error:  # a rank was lost, or killed
         click.echo(f"Error: {error}", err=True)
         code = FAILED
@@ -188,28 +193,36 @@ def main(command: Callable[..., int], *args: Any) -> None:
     sys.exit(code)
 
 
-@contextmanager
-def divergence(out: str, diverged: type[Exception]) -> Iterator[None]:
-    """Where training itself went wrong: one line, exit code 1."""
-    try:
-        yield
-    except diverged as error:
-        raise click.ClickException(f"{error}; the checkpoints in {out} are from before; try a lower --lr") from error
+def mistake(message: str) -> click.ClickException:
+    error = click.ClickException(" ".join(message.split()))
+    error.exit_code = USAGE
+    return error
 
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Before training, what is wrong with values and files is the user's to mend: one line, exit code 2."""
+    """Before training, what is wrong with values, files and packages is the user's to mend: one line, exit code 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise mistake(str(error)) from error
 
 
-def mistake(message: str) -> click.ClickException:
-    error = click.ClickException(message)
-    error.exit_code = USAGE
-    return error
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Say of an error what it is about."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def or_one_line(training: Iterator[T], diverged: type[Exception], out: str) -> Iterator[T]:
+    """The same steps; if they diverge that is one line, and not a bug."""
+    try:
+        yield from training
+    except diverged as error:
+        raise click.ClickException(f"{error}; the checkpoints in {out} are from before. Try a lower --lr") from error
 
 
 # ----------------------------------------------------------------------------------------------------- train
@@ -248,12 +261,10 @@ def train(o: SimpleNamespace, given: list[str]) -> int:
     import gpt
     import loop
 
-    with (
-        ddp_setup.stop_signals() as asked,
-        ddp_setup.process_group(o.device, o.timeout) as world,
-        divergence(o.out, loop.Diverged),
-    ):
+    with ExitStack() as stack:
         with users_mistakes():
+            asked = stack.enter_context(ddp_setup.stop_signals())
+            world = stack.enter_context(ddp_setup.process_group(o.device, o.timeout))
             job = prepare(o, given, world)
         if job.start >= job.total:
             return say_finished(o, job, world)
@@ -267,7 +278,7 @@ def train(o: SimpleNamespace, given: list[str]) -> int:
             lr_at=partial(loop.linear, total=job.total, warmup_steps=o.warmup, floor=o.min_lr / o.lr),
         )  # fmt: skip
         val_loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
-        for step, report in training:
+        for step, report in or_one_line(training, loop.Diverged, o.out):
             last = report.stop or step == job.total
             evaluating = bool(job.val) and not report.stop and (last or step % o.eval_every == 0)
             if last or evaluating or step % o.log_every == 0:
@@ -305,10 +316,10 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
 
     found, rejected = None, []
 
-    def look() -> tuple[dict[str, Any], str, int] | None:
+    def look() -> tuple[dict[str, Any], str, int, str] | None:
         nonlocal found, rejected
         found, rejected = (None, []) if o.fresh else find(o.out)
-        return (found.state["config"], found.state["data"], found.state["step"]) if found else None
+        return (found.state["config"], found.state["data"], found.state["step"], found.entry.name) if found else None
 
     saved = ddp_setup.from_rank_zero(look, world)  # the state itself stays on rank 0
     if saved:
@@ -320,7 +331,8 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
         raise ValueError(f"--data {o.data}: not what the run in {o.out} was trained on; --fresh starts a new one")
     shards, val = chardata.split(corpus.shards, o.val_fraction)
     n = chardata.length(shards)
-    per_epoch = chardata.steps_per_epoch(n, o.block_size, o.batch_size)
+    with about(f"--data {o.data}"):
+        per_epoch = chardata.steps_per_epoch(n, o.block_size, o.batch_size)
     check(o, world, chardata.length(val))
 
     config = gpt.Config(corpus.vocab, o.block_size, o.layers, o.heads, o.embd, o.dropout, o.arch)
@@ -334,7 +346,8 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     optimizers = make_optimizers(bare, o)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     if saved:
-        ckpt.restore_(found.state if found else {}, model, optimizers)
+        with about(f"{o.out}/{saved[3]}"):
+            ckpt.restore_(found.state if found else {}, model, optimizers)
         scaler.load_state_dict(ddp_setup.from_rank_zero(lambda: found.state["scaler"], world))
     job = Job(
         model, optimizers, scaler, dtype, corpus, shards, val,
@@ -346,7 +359,8 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
         peak=world.size * matmul_rate(world.device, dtype),
     )  # fmt: skip
     if job.start < job.total:
-        ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
+        with about(f"--out {o.out}"):
+            ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
     return job
 
 
@@ -606,7 +620,8 @@ def load(out: str, device: str) -> tuple[Any, SimpleNamespace, SimpleNamespace]:
         click.echo(f"Warning: {line}; using {found.entry.name}", err=True)
     o, vocabulary = SimpleNamespace(**found.state["config"]), SimpleNamespace(**found.state["vocabulary"])
     model = gpt.build(gpt.Config(vocabulary.vocab, o.block_size, o.layers, o.heads, o.embd, 0.0, o.arch), 0)
-    ckpt.check(found.state, model)
+    with about(f"{out}/{found.entry.name}"):
+        ckpt.check(found.state, model)
     model.load_state_dict(found.state["model"])
     return model.to(device).eval(), vocabulary, o
 
@@ -623,7 +638,7 @@ device_option = click.option("--device", default="auto", metavar="auto|cpu|cuda|
 @click.option("--temperature", type=click.FloatRange(0), default=0.8, help="0: always the likeliest.")
 @click.option("--top-k", type=_from_zero, default=0, help="Among the K likeliest; 0: all.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Among the likeliest that make up P.")
-@click.option("--seed", type=_from_zero, help="To get the same again.  [default: another each time]")
+@click.option("--seed", type=_seed, help="To get the same again.  [default: another each time]")
 @click.pass_context
 def sample_command(ctx: click.Context, **options: Any) -> None:
     """Print what the newest checkpoint goes on with.
@@ -640,7 +655,7 @@ def sample(o: SimpleNamespace) -> int:
     import chardata
     import ddp_setup
 
-    with ddp_setup.process_group(o.device) as world, users_mistakes():
+    with users_mistakes(), ddp_setup.process_group(o.device) as world:
         model, vocabulary, _ = load(o.out, world.device)
         newline = "\n" if vocabulary.kind == "byte" or "\n" in vocabulary.chars else vocabulary.chars[:1] or "0"
         prompt = newline if o.prompt is None else o.prompt
@@ -675,8 +690,9 @@ def evaluate(o: SimpleNamespace) -> int:
     import gpt
     import loop
 
-    with ddp_setup.process_group(o.device) as world:
+    with ExitStack() as stack:
         with users_mistakes():
+            world = stack.enter_context(ddp_setup.process_group(o.device))
             model, vocabulary, trained = load(o.out, world.device)
             corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars)
             shards = corpus.shards if o.data else chardata.split(corpus.shards, trained.val_fraction)[1]

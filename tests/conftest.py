@@ -1,0 +1,243 @@
+"""What the end-to-end tests share: start run.py, follow what it says, wait for it, see who is still alive."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# a launcher's or a user's own settings are not the test's
+FOREIGN = ("DDPKIT_", "SLURM_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
+ENVIRONMENT["OMP_WAIT_POLICY"] = "passive"  # threads that spin would take the cores from the other processes
+ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""  # bitwise, and as many ranks as we like, is a promise for CPUs
+PYTHON = [sys.executable, "run.py"]
+MODEL = "--layers 1 --heads 2 --embd 16 --block-size 16".split()
+TINY = [*MODEL, *"--batch-size 8 --dtype float32 --epochs 3 --lr 0.003 --warmup 20".split()]
+
+
+def bug(what: str, always: bool = True) -> pytest.MarkDecorator:
+    """For a test that shows one, always or now and then: remove the mark with the bug."""
+    return pytest.mark.xfail(strict=always, reason=f"bug: {what}")
+
+
+def torchrun(size: int, *flags: str) -> list[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{size}"]
+    return [*start, *flags, "run.py"]
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Program:
+    """A run of run.py.
+
+    Its output comes through a socket that holds a few lines: whoever reads up to a line knows that the program
+    is at most a few lines further, however fast it is. It, and all that it started, is killed after `seconds`
+    (a hang), and when its `with` block ends.
+    """
+
+    def __init__(self, *args: object, launcher: list[str] = PYTHON, env: dict[str, str] = {}, seconds: float = 90):
+        self.mark = f"TEST_PROGRAM={uuid.uuid4().hex}"  # every descendant inherits it, orphans too
+        self.heard, self.hung = b"", False
+        self.errors = tempfile.TemporaryFile()
+        ours, theirs = socket.socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes its own minimum
+        with ours, theirs:
+            self.process = subprocess.Popen(
+                [*launcher, *map(str, args)],
+                cwd=ROOT,
+                env={**ENVIRONMENT, **env, **dict([self.mark.split("=")])},
+                stdin=subprocess.DEVNULL,
+                stdout=theirs,
+                stderr=self.errors,
+                start_new_session=True,
+            )
+            self.lines = ours.makefile("rb", buffering=0)
+        self.watchdog = threading.Timer(seconds, self.give_up)
+        self.watchdog.start()
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.watchdog.cancel()
+        self.kill()
+        self.process.wait()
+        self.lines.close()
+        self.errors.close()
+
+    def give_up(self) -> None:
+        self.hung = True
+        self.kill()
+
+    def kill(self) -> None:
+        for pid in self.family():
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                pass
+
+    def family(self, having: str = "") -> list[int]:
+        """Who is alive of the program and all that it started, in the order of their start; `having` is looked
+        for in their command lines and environments."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                text = (folder / "environ").read_bytes() + b"\0" + (folder / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
+                continue
+            if self.mark.encode() in text and having.encode() in text:  # a zombie has neither
+                found.append(int(folder.name))
+        return sorted(found)
+
+    def children(self) -> list[int]:
+        """The ranks that --spawn started, in order."""
+        return self.family("spawn_main")
+
+    def read_to(self, what: str) -> None:
+        """Read until a line begins with `what`."""
+        while line := self.lines.readline():
+            self.heard += line
+            if line.startswith(what.encode()):
+                return
+        pytest.fail(f"no line began with {what!r}: {self.finish()}")
+
+    def finish(self) -> Ran:
+        """Read on to the end of the program and of all that it started."""
+        self.heard += self.lines.read()
+        code = self.process.wait()
+        self.errors.seek(0)
+        ran = Ran(code, self.heard.decode(), self.errors.read().decode())
+        assert not self.hung, f"hung, and was killed: {ran}"
+        wait_for(lambda: not self.family(), "all that it started to end", 5)
+        return ran
+
+
+def run(*args: object, **how: Any) -> Ran:
+    """Run the program to its end."""
+    with Program(*args, **how) as program:
+        return program.finish()
+
+
+@contextmanager
+def ahead(**calls: Callable[[], Any]) -> Iterator[dict[str, Future]]:
+    """Begin all calls in the background, a few at a time, since most of a run is one core's `import torch`; a
+    test then waits for the one that it is about."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield {name: pool.submit(call) for name, call in calls.items()}
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+    """Whatever `condition` returns once it is true; the test fails if it never is."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    pytest.fail(f"waited {seconds} s for {what}")
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    """(step, loss) of each training line, in the file's order."""
+    return [(line["step"], line["loss"]) for line in metrics(out) if "loss" in line]
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted(out.glob("step-*.pt"))
+
+
+def state(out: Path) -> dict[str, Any]:
+    """The newest checkpoint, read as a stranger would."""
+    import torch
+
+    return torch.load(checkpoints(out)[-1], weights_only=True)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nests of dicts, lists, tensors and numbers are equal to the last bit."""
+    import torch
+
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def same_training(out: Path, other: Path) -> bool:
+    """Whether both ended with the same weights and moments, bitwise, and took the same losses to them."""
+    a, b = state(out), state(other)
+    return all(same(a[key], b[key]) for key in ("model", "optimizers", "step")) and losses(out) == losses(other)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5,390 characters, 18 different ones. With val-fraction 0.1 and windows of 16 an epoch has 302 windows:
+    38 steps of 8, the last with 6, or 31 steps of 10, the last with 2."""
+    words = "the a model of learns to read and write , .\n".split(" ")
+    letters = " ".join(random.Random(0).choices(words, k=2000))[:5390]
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(letters)
+    return path
+
+
+@pytest.fixture(scope="session")
+def flags(text: Path) -> list[object]:
+    """A small run that takes long enough to be disturbed: 100 steps in 3 epochs, with dropout."""
+    return [*TINY, "--data", text, "--dropout", 0.1, "--steps", 100, "--log-every", 1, "--eval-every", 40]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(flags: list[object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Path]]:
+    """undisturbed(ranks): the folder of a run that nobody disturbed. Not to be written to."""
+
+    def outcome(*args: object) -> Path:
+        out = tmp_path_factory.mktemp("undisturbed")
+        ran = run(*flags, "--out", out, *args)
+        assert ran.code == 0, ran
+        return out
+
+    with ahead(one=partial(outcome), two=partial(outcome, "--spawn", 2)) as runs:
+        yield lambda ranks: runs[{1: "one", 2: "two"}[ranks]].result()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Program]]:
+    """Start the program in the background; what is left of it when the test ends is killed."""
+    started: list[Program] = []
+
+    def begin(*args: object, **how: Any) -> Program:
+        started.append(Program(*args, **how))
+        return started[-1]
+
+    yield begin
+    for program in started:
+        program.__exit__()

@@ -1,0 +1,487 @@
+"""loop.py against plain torch in one process. `every_job` runs once for each number of ranks; the tests look
+at what its ranks brought back."""
+
+import math
+import traceback
+from functools import cache, partial
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import chardata
+import ddp_setup
+import gpt
+import loop
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+ONE = ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))
+X = torch.randn(64, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = X.sin().sum(1, keepdim=True)
+# the rows of each step: no number of ranks divides them all, and some steps have fewer than there are ranks
+BATCHES = [list(range(first, first + n)) for first, n in zip(range(0, 60, 7), [7, 2, 5, 1, 7, 3, 6, 4])] * 3
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)).double()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def squares(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    x, y = batch
+    return F.mse_loss(model(x), y, reduction="sum"), len(x)
+
+
+def first(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A loss whose gradient is known: the mean of the rows, if the model is a Linear with one output."""
+    return model(x).sum(), len(x)
+
+
+def bare(weight: list[float], dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = nn.Linear(len(weight), 1, bias=False, dtype=dtype)
+    model.weight.data[:] = torch.tensor(weight)
+    return model
+
+
+def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in getattr(model, "module", model).state_dict().items()}
+
+
+def deal(batches, world, accum):
+    """Each step's rows dealt out like cards. A rank that gets none computes row 63, which counts as nothing."""
+    for rows in batches:
+        mine = rows[world.rank :: world.size]
+        parts = [part for part in (mine[i::accum] for i in range(accum)) if part]
+        yield ([(X[part], Y[part]) for part in parts], len(rows)) if mine else ([(X[63:], Y[63:])], 0)
+
+
+# -------------------------------------------------------------------------------- jobs that every rank does
+
+
+def whole_batches(world, accum):
+    model = ddp_setup.replicate(mlp(), world)
+    optimizer, gradients = adamw(model), []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append([p.grad.clone() for p in model.parameters()]))
+    reports = [r for _, r in loop.train_(model, [optimizer], deal(BATCHES, world, accum), squares, clip=0.5)]
+    return {
+        "weights": weights(model),
+        "gradients": gradients,
+        "losses": [float(r.loss) for r in reports],
+        "norms": [float(r.grad_norm) for r in reports],
+        "counts": [int(r.count) for r in reports],
+    }
+
+
+def train_gpt(world, accum):
+    tokens = [np.random.default_rng(0).integers(0, 17, 200).astype(np.uint8)]  # 24 windows: an epoch is 5 steps
+    model = ddp_setup.replicate(gpt.build(gpt.Config(17, 8, layers=2, heads=2, embd=16), seed=0), world)
+    steps = chardata.steps(tokens, 8, 5, accum=accum, rank=world.rank, world_size=world.size)
+    training = loop.train_(model, [adamw(model)], islice(steps, 50), gpt.loss, clip=1.0)
+    return {"losses": [float(r.loss) for _, r in training], "weights": weights(model)}
+
+
+def synchronisations(world, accum):
+    """How often the ranks' gradients met in 5 steps of `accum` micro-batches. (All of them are one bucket.)"""
+    met = []
+
+    def hook(state, bucket):
+        met.append(bucket)
+        return allreduce_hook(state, bucket)
+
+    model = ddp_setup.replicate(mlp(), world)
+    if world.size > 1:
+        model.register_comm_hook(None, hook)
+    part = (X[:2], Y[:2])
+    steps = [([part] * accum, 2 * accum * world.size)] * 5
+    for _ in loop.train_(model, [sgd(model)], steps, squares):
+        pass
+    return len(met)
+
+
+def clipping(world):
+    """Rank r has the one row (r, 0), or (0, r): the ranks' own gradients have other norms than their mean."""
+    model = ddp_setup.replicate(bare([0.0, 0.0]), world)
+    row = torch.tensor([[1.0 + world.rank, 0.0] if world.rank % 2 else [0.0, 1.0 + world.rank]]).double()
+    [(_, report)] = loop.train_(model, [sgd(model)], [([row], world.size)], first, clip=0.1)
+    return float(report.grad_norm), weights(model)["weight"][0]
+
+
+def one_nan(world):
+    """The last rank's row of the second step is not a number."""
+    model = ddp_setup.replicate(mlp(), world)
+    optimizer, trail = adamw(model), []
+    nan = X[:1] * (math.nan if world.rank == world.size - 1 else 1.0)
+    steps = [([(x, Y[:1])], world.size) for x in (X[:1], nan, X[1:2])]
+    for _, report in loop.train_(model, [optimizer], steps, squares):
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        trail.append((weights(model), moments, int(report.skipped)))
+    return trail
+
+
+def stopping(world):
+    """The last rank asks to stop at the third step."""
+    calls = []
+    model = ddp_setup.replicate(mlp(), world)
+    asked = lambda: calls.append(0) or (world.rank == world.size - 1 and len(calls) == 3)  # noqa: E731
+    steps = deal(BATCHES[:5], world, 1)
+    return [report.stop for _, report in loop.train_(model, [sgd(model, 0.01)], steps, squares, stop=asked)]
+
+
+def evaluation(world):
+    """Six batches: rank 0 has none of them, unless it is alone. -> (sum, count, modes before, modes after)"""
+    model = ddp_setup.replicate(mlp().float(), world)
+    batches = [(X[: 3 * i].float(), Y[: 3 * i].float()) for i in range(1, 7)]
+    mine = batches if world.size == 1 else [[], *(batches[i :: world.size - 1] for i in range(world.size - 1))][world.rank]
+    return loop.evaluate(model, mine, squares)
+
+
+def grouping(world):
+    """Rank r has r + 1 batches, of 1, 2, ... rows, and two of them are a step."""
+    batches = [torch.full((i + 1,), float(world.rank)) for i in range(world.rank + 1)]
+    return [([len(batch) for batch in window], total) for window, total in loop.group(batches, 2, len)]
+
+
+def randomness(world):
+    """Weights after 6 steps with dropout: unbroken; broken off after 3 and gone on with; with another seed."""
+
+    def run(model, optimizer, start, stop, seed):
+        steps = deal(BATCHES[start:stop], world, 2)
+        for _ in loop.train_(model, [optimizer], steps, squares, start=start, seed=seed):
+            torch.rand(1)  # what others draw in between does not matter
+        return weights(model)
+
+    def fresh():
+        model = ddp_setup.replicate(mlp(dropout=0.5), world)
+        return model, adamw(model)
+
+    model, optimizer = fresh()
+    run(model, optimizer, 0, 3, seed=7)
+    again, its_optimizer = fresh()
+    again.load_state_dict(model.state_dict())
+    its_optimizer.load_state_dict(optimizer.state_dict())
+    return run(*fresh(), 0, 6, seed=7), run(again, its_optimizer, 3, 6, seed=7), run(*fresh(), 0, 6, seed=8)
+
+
+def drawn(world):
+    """What each of three steps draws first."""
+    model, seen = ddp_setup.replicate(mlp(), world), []
+
+    def loss_fn(model, batch):
+        seen.append(torch.rand(()).item())
+        return squares(model, batch)
+
+    for _ in loop.train_(model, [sgd(model)], [([(X[:1], Y[:1])], world.size)] * 3, loss_fn):
+        pass
+    return seen
+
+
+def every_job(world):
+    results = {job.__name__: job(world) for job in (clipping, one_nan, stopping, evaluation, grouping)}
+    results |= {job.__name__: job(world) for job in (randomness, drawn)}
+    for accum in (1, 2, 3):
+        results["whole_batches", accum] = whole_batches(world, accum)
+        results["synchronisations", accum] = synchronisations(world, accum)
+    return results | {"gpt": train_gpt(world, accum=1 + world.size % 3)}
+
+
+def rank(folder: str) -> None:
+    try:
+        with ddp_setup.process_group("cpu") as world:
+            torch.save(every_job(world), f"{folder}/{world.rank}.pt")
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """size -> [what each of so many ranks brought back]"""
+    torch.set_num_threads(1)  # threads that wait for one another are slow where others use the cores too
+
+    @cache
+    def run(size: int) -> list[dict]:
+        if size == 1:
+            return [every_job(ONE)]
+        folder = tmp_path_factory.mktemp("ranks")
+        assert ddp_setup.spawn(rank, size, str(folder)) == 0
+        return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+    return run
+
+
+# ----------------------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What plain torch makes of BATCHES: the mean loss of each whole batch, clipped, AdamW."""
+    model, found = mlp(), {"gradients": [], "losses": [], "norms": [], "counts": []}
+    optimizer = adamw(model)
+    for rows in BATCHES:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(X[rows]), Y[rows])
+        loss.backward()
+        found["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        found["losses"].append(loss.item())
+        found["gradients"].append([p.grad.clone() for p in model.parameters()])
+        found["counts"].append(len(rows))
+        optimizer.step()
+    return {**found, "weights": weights(model)}
+
+
+@SIZES
+@pytest.mark.parametrize("accum", [1, 2, 3])
+def test_gradients_and_weights_are_those_of_plain_torch_on_the_whole_batch(ranks, plain, size, accum):
+    assert max(plain["norms"]) > 0.5 > min(plain["norms"])  # some steps are clipped and some are not
+    for result in ranks(size):
+        # the same float64 arithmetic, its sums in another order
+        torch.testing.assert_close(result["whole_batches", accum], plain, rtol=1e-9, atol=1e-12)
+
+
+@SIZES
+def test_a_gpt_in_float32_learns_the_same_over_epochs_on_any_number_of_ranks(ranks, size):
+    reference = train_gpt(ONE, accum=1)
+    for result in ranks(size):
+        # promise 1: what float32 sums in another order may come to in 50 steps
+        np.testing.assert_allclose(result["gpt"]["losses"], reference["losses"], rtol=1e-4)
+        for name, value in reference["weights"].items():
+            assert (result["gpt"]["weights"][name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("accum", [1, 2, 3])
+def test_gradients_are_synchronised_once_a_step_for_any_accum(ranks, size, accum):
+    assert [result["synchronisations", accum] for result in ranks(size)] == [5] * size
+
+
+@SIZES
+def test_the_norm_of_the_global_mean_gradient_is_what_is_clipped(ranks, size):
+    across, up = sum(range(2, size + 1, 2)) / size, sum(range(1, size + 1, 2)) / size
+    for norm, weight in (result["clipping"] for result in ranks(size)):
+        assert norm == pytest.approx(math.hypot(across, up), rel=1e-12)
+        # the weights were 0 and the rate is 1; torch divides by the norm + 1e-6
+        expected = torch.tensor([across, up], dtype=torch.float64) * -0.1 / (math.hypot(across, up) + 1e-6)
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=0)
+
+
+def test_without_clip_the_gradient_is_left_alone():
+    model = bare([0.0, 0.0])
+    list(loop.train_(model, [sgd(model)], [([torch.tensor([[3e6, 4e6]]).double()], 1)], first))
+    assert model.weight.tolist() == [[-3e6, -4e6]]
+
+
+def test_two_optimizers_share_one_norm():
+    model = nn.ModuleList([bare([0.0]), bare([0.0])])
+    optimizers = [sgd(model[0]), sgd(model[1], lr=2.0)]
+    loss_fn = lambda model, x: (3 * model[0](x).sum() + 4 * model[1](x).sum(), len(x))  # noqa: E731
+    [(_, report)] = loop.train_(model, optimizers, [([torch.ones(1, 1).double()], 1)], loss_fn, clip=1.0)
+    assert float(report.grad_norm) == 5.0
+    # 3 / 5 and 2 * 4 / 5, but for the 1e-6 that torch adds to the norm
+    assert [layer.weight.item() for layer in model] == pytest.approx([-0.6, -1.6], rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- learning rates
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [
+        (partial(loop.warmup, steps=4), {0: 0.25, 1: 0.5, 3: 1, 4: 1, 99: 1}),
+        (partial(loop.warmup, steps=0), {0: 1, 5: 1}),
+        (partial(loop.linear, total=100), {0: 1, 25: 0.75, 99: 0.01, 100: 0, 150: 0}),
+        (partial(loop.linear, total=100, floor=0.2), {0: 1, 50: 0.6, 100: 0.2, 150: 0.2}),
+        (partial(loop.linear, total=110, warmup_steps=10), {0: 0.1, 4: 0.5, 9: 1, 10: 1, 60: 0.5, 110: 0}),
+        (partial(loop.cosine, total=100), {0: 1, 25: (2 + 2**0.5) / 4, 50: 0.5, 75: (2 - 2**0.5) / 4, 100: 0, 150: 0}),
+        (partial(loop.cosine, total=110, warmup_steps=10, floor=0.1), {0: 0.1, 9: 1, 10: 1, 60: 0.55, 110: 0.1}),
+        (partial(loop.cosine, total=10, warmup_steps=10), {0: 0.1, 9: 1, 10: 1, 11: 0}),
+    ],
+)
+def test_schedules_pass_through_the_points_of_their_formulas(factor, expected):
+    assert {step: factor(step) for step in expected} == pytest.approx(expected, abs=1e-15)  # cos(pi / 2) is 6e-17
+
+
+def test_a_schedule_scales_each_groups_own_rate_also_when_training_goes_on():
+    model = mlp()
+    optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.5}], lr=2.0)
+    lr_at = {0: 1.0, 1: 0.5, 2: 0.1, 3: 0.0}.get
+    step = ([(X[:1], Y[:1])], 1)
+    rates = []
+    for start in (0, 2):
+        for _, report in loop.train_(model, [optimizer], [step] * 2, squares, start=start, lr_at=lr_at):
+            rates.append((report.lr, *(group["lr"] for group in optimizer.param_groups)))
+    assert rates == [(2.0, 2.0, 0.5), (1.0, 1.0, 0.25), (0.2, 0.2, 0.05), (0.0, 0.0, 0.0)]
+
+
+# ------------------------------------------------------------------------------------------ mixed precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_model_computes_in_the_dtype_asked_for_and_keeps_its_weights_in_float32(dtype):
+    seen, model = [], mlp().float()
+
+    def loss_fn(model, batch):
+        out = model(batch)
+        seen.append(out.dtype)
+        return out.float().square().sum(), len(batch)
+
+    list(loop.train_(model, [sgd(model, 0.01)], [([X[:2].float()], 2)], loss_fn, dtype=dtype))
+    loop.evaluate(model, [X[:2].float()], loss_fn, dtype)
+    assert seen == [dtype, dtype]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_grad_scaler_that_overflows_skips_the_step_and_backs_off():
+    model = bare([1.0, 1.0], torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)  # more than float16 can hold
+    step = ([torch.tensor([[0.75, 1.0]])], 1)
+    training = loop.train_(model, [sgd(model)], [step] * 2, first, dtype=torch.float16, scaler=scaler, clip=0.5)
+    _, report = next(training)
+    assert (model.weight.tolist(), int(report.skipped), scaler.get_scale()) == ([[1.0, 1.0]], 1, 2.0**15)
+    _, report = next(training)
+    assert (int(report.skipped), scaler.get_scale(), float(report.grad_norm)) == (1, 2.0**15, 1.25)
+    # unscaled and then clipped, from 1.25 to 0.5; 1e-5 for float32 and for the 1e-6 that torch adds to the norm
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[0.7, 0.6]]), rtol=1e-5, atol=0)
+
+
+# --------------------------------------------------------------------------------------------- not a number
+
+
+@SIZES
+def test_a_step_with_a_nan_on_one_rank_changes_nothing_on_any_and_the_next_is_fine(ranks, size):
+    for result in ranks(size):
+        before, during, after = result["one_nan"]
+        torch.testing.assert_close(during[:2], before[:2], rtol=0, atol=0)
+        assert all((after[0][name] != value).any() for name, value in during[0].items())
+        assert [skipped for *_, skipped in (before, during, after)] == [0, 1, 1]
+    assert all(value.isfinite().all() for value in after[0].values())
+
+
+def test_five_bad_steps_in_a_row_raise_and_name_the_last():
+    model, seen = mlp(), []
+    good, bad = ([([(X[:1] * factor, Y[:1])], 1)] for factor in (1.0, math.nan))
+    with pytest.raises(loop.Diverged, match=r"5 times in a row, up to step 111\b"):
+        for step, report in loop.train_(model, [sgd(model)], bad * 4 + good + bad * 5 + good, squares, start=101):
+            seen.append((step, int(report.skipped)))
+    assert seen == list(zip(range(102, 112), [1, 2, 3, 4, 4, 5, 6, 7, 8, 9]))
+
+
+def test_patience_is_what_the_caller_says():
+    model = mlp()
+    with pytest.raises(loop.Diverged, match="2 times in a row, up to step 2"):
+        list(loop.train_(model, [sgd(model)], [([(X[:1] * math.inf, Y[:1])], 1)] * 3, squares, patience=2))
+
+
+# ------------------------------------------------------------------------------------------------- agreement
+
+
+@SIZES
+def test_when_one_rank_asks_to_stop_all_are_told_after_the_same_step(ranks, size):
+    assert [result["stopping"] for result in ranks(size)] == [[False, False, True, False, False]] * size
+
+
+@SIZES
+def test_with_dropout_a_resumed_run_is_bitwise_the_unbroken_one(ranks, size):
+    for result in ranks(size):
+        unbroken, resumed, other_seed = result["randomness"]
+        torch.testing.assert_close(resumed, unbroken, rtol=0, atol=0)
+        assert (unbroken["0.weight"] != other_seed["0.weight"]).any()
+
+
+def test_every_rank_and_every_step_draws_its_own_numbers(ranks):
+    draws = [number for result in ranks(4) for number in result["drawn"]]
+    assert len(set(draws)) == 4 * 3
+
+
+@SIZES
+def test_an_evaluation_is_exact_over_ranks_with_unequal_numbers_of_batches_or_none(ranks, size):
+    model = mlp().float()
+    with torch.no_grad():
+        expected = sum(float((model(X[: 3 * i].float()) - Y[: 3 * i]).square().sum()) for i in range(1, 7))
+    for loss_sum, count in (result["evaluation"] for result in ranks(size)):
+        assert count == 3 + 6 + 9 + 12 + 15 + 18
+        assert loss_sum == pytest.approx(expected, rel=1e-6)  # promise 4; the losses themselves are float32
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_evaluation_is_without_dropout_and_gradients_and_leaves_the_mode_as_it_was(training):
+    model, modes = mlp(dropout=0.9).train(training), []
+
+    def loss_fn(model, batch):
+        modes.append((model.training, torch.is_grad_enabled()))
+        return squares(model, batch)
+
+    assert loop.evaluate(model, [(X, Y)], loss_fn) == loop.evaluate(model, [(X, Y)], loss_fn)
+    assert modes == [(False, False)] * 2
+    assert [module.training for module in model.modules()] == [training] * 5
+
+
+def test_an_evaluation_leaves_a_frozen_batch_norm_frozen():
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+    model[1].eval()
+    loop.evaluate(model, [X], lambda model, x: (model(x).sum(), len(x)))
+    assert (model.training, model[1].training) == (True, False)
+
+
+def test_an_evaluation_is_of_the_whole_model_even_if_a_part_of_it_is_called_module():
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = bare([0.0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x) + 10
+
+    assert loop.evaluate(Shifted(), [torch.ones(1, 1).double()], first) == (10.0, 1.0)
+
+
+# --------------------------------------------------------------------------------------- batches to steps
+
+
+@SIZES
+def test_group_makes_steps_until_the_last_rank_has_no_more_and_counts_all_ranks_rows(ranks, size):
+    own = [[i + 1 for i in range(rank + 1)] for rank in range(size)]  # rows of each batch of each rank
+    windows = [[[rows[i : i + 2] for rows in own]] for i in range(0, size, 2)]
+    totals = [sum(sum(window) for window in step[0]) for step in windows]
+    for rank, result in enumerate(ranks(size)):
+        mine = [own[rank][i : i + 2] for i in range(0, size, 2)]
+        steps = result["grouping"]
+        assert len(steps) == len(totals)
+        for (rows, total), expected, all_ranks in zip(steps, mine, totals):
+            if expected:
+                assert (rows, total) == (expected, all_ranks)
+            else:  # it goes along with one that it had, which weighs nothing
+                assert rows[0] in own[rank] and len(rows) == 1 and total == 0
+
+
+def test_group_of_nothing_is_nothing():
+    assert list(loop.group([], 2, len)) == []
+
+
+def test_group_leaves_out_steps_that_count_nothing_and_goes_on():
+    batches = [torch.ones(n) for n in (0, 3, 0, 0, 2)]  # say, all labels of some are padding
+    assert [total for _, total in loop.group(batches, 1, len)] == [3, 2]
+
+
+def test_to_device_keeps_the_shape_of_a_batch():
+    batch = {"x": torch.ones(2), "rest": [(torch.zeros(1), 3), "text", None]}
+    moved = loop.to_device(batch, torch.device("meta"))
+    assert moved["x"].is_meta and moved["rest"][0][0].is_meta
+    assert type(moved["rest"]) is list and moved["rest"][0][1:] == (3,) and moved["rest"][1:] == ["text", None]
+
+
+def test_to_device_keeps_a_named_tuple_one():
+    moved = loop.to_device(ddp_setup.World(0, 0, 1, 1, torch.ones(1)), torch.device("meta"))
+    assert type(moved) is ddp_setup.World and moved.device.is_meta
