@@ -88,6 +88,8 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
         set_optimizer_state_dict,
     )
 
+    if dist.is_initialized() and dist.get_rank():
+        state = {}
     verdict: list[Any] = [None, None]  # what is wrong with the state, and which optimizers it has moments of
     if state:
         try:

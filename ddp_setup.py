@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -69,7 +70,7 @@ def place(env: Mapping[str, str] = os.environ) -> Place:
         rank, local_rank, size, node = _whole_numbers(
             env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"
         )
-        found = Place(rank, local_rank, size, _slurm_tasks(env)[node], *_slurm_meeting(env))
+        found = Place(rank, local_rank, size, _slurm_tasks(env, node), *_slurm_meeting(env))
     else:
         return Place()
     if not (found.rank < found.size and found.local_rank < found.local_size <= found.size):
@@ -90,19 +91,26 @@ def _whole_numbers(env: Mapping[str, str], *names: str) -> list[int]:
     return [int(env[name]) for name in names]
 
 
-def _slurm_tasks(env: Mapping[str, str]) -> list[int]:
-    """Tasks on each node: SLURM writes "2(x3),1" for 2, 2, 2, 1."""
+def _slurm_tasks(env: Mapping[str, str], node: int) -> int:
+    """How many tasks node number `node` of the step has: SLURM writes "2(x3),1" for 2, 2, 2, 1."""
     pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", _text(env, "SLURM_STEP_TASKS_PER_NODE"))
-    return [int(tasks) for tasks, times in pairs for _ in range(int(times or 1))]
+    tasks = [int(count) for count, times in pairs for _ in range(int(times or 1))]
+    if node >= len(tasks):
+        raise ValueError(f"SLURM_NODEID={node} is not in SLURM_STEP_TASKS_PER_NODE={env['SLURM_STEP_TASKS_PER_NODE']}")
+    return tasks[node]
 
 
 def _slurm_meeting(env: Mapping[str, str]) -> tuple[str, int]:
     """The step's first host, and a port that follows from the job's and the step's number; MASTER_ADDR and
     MASTER_PORT say otherwise. (srun reserves no port for a program and has no way to pass one on.)"""
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", _text(env, "SLURM_STEP_NODELIST"))
+    host = env.get("MASTER_ADDR")
+    if not host:
+        host, digits = re.match(r"([^,\[]+)(?:\[(\d+))?", _text(env, "SLURM_STEP_NODELIST")).groups()
+        host += digits or ""
+    if env.get("MASTER_PORT"):
+        return host, _whole_numbers(env, "MASTER_PORT")[0]
     job, step = _whole_numbers(env, "SLURM_JOB_ID", "SLURM_STEP_ID")
-    port = env.get("MASTER_PORT") or str(20000 + (job * 97 + step) % 10000)
-    return env.get("MASTER_ADDR") or "".join(part or "" for part in first.groups()), int(port)
+    return host, 20000 + (job * 97 + step) % 10000
 
 
 # --------------------------------------------------------------------------------------------------- group
@@ -180,18 +188,23 @@ def _store(here: Place, timeout: float) -> dist.Store:
 
 def _fail(error: Exception, here: Place, failures: dist.Store) -> None:
     """Return on the rank that failed first; SystemExit on the others; ConnectionError names who is missing."""
-    # gloo raises bare RuntimeErrors
-    lost = isinstance(error, RuntimeError) and re.search("gloo|connection|timed out|timeout|nccl", str(error), re.I)
+    bare = isinstance(error, RuntimeError) and re.search(  # which is all that gloo raises
+        "gloo|Connection (closed|reset)|Application timeout caused pair closure", str(error)
+    )
+    lost = bare or isinstance(error, dist.DistError)
     try:
         failures.set_timeout(timedelta(seconds=5))
         failures.set(f"{here.rank}", "failed")
         if lost:
             time.sleep(2)  # it is a consequence: whoever knows the cause, a rank or the launcher, speaks first
-        if failures.add("reported", 1) > 1:
-            raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
+        first = failures.add("reported", 1) == 1
         silent = [rank for rank in range(here.size) if not failures.check([f"{rank}"])]
     except dist.DistError:
-        silent = [0]  # which served the store
+        first, silent = True, [0]  # which served the store
+    if not first:
+        raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
+    if here.rank == 0 and not here.served:
+        time.sleep(4)  # for the others to hear it: the store goes with this rank
     if lost and silent:
         who = ", ".join(map(str, silent))
         raise ConnectionError(f"no answer from rank {who} ({str(error).splitlines()[0]})") from error
@@ -294,8 +307,10 @@ def spawn(fn: Callable[..., None], size: int, *args: Any) -> int:
     with stop_signals() as asked:
         resource_tracker.ensure_running()  # now, as it unblocks signals on its way
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited: a stop is kept until a child can hear it
-        children = mp.spawn(_child, (os.getpid(), port, size, fn, args), size, join=False).processes
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        try:
+            children = mp.spawn(_child, (os.getpid(), port, size, fn, args), size, join=False).processes
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         first = _watch(children, asked)
     if first is not None and first[1] < 0:
         if dist.PrefixStore("0/failure", store).add("reported", 1) == 1:
@@ -330,4 +345,8 @@ def _child(rank: int, parent: int, port: int, size: int, fn: Callable[..., None]
         os._exit(1)
     os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}", TORCHELASTIC_USE_AGENT_STORE="True")
-    fn(*args)
+    try:
+        fn(*args)
+    except Exception:  # only the first rank to fail comes here with one
+        print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        sys.exit(1)

@@ -204,7 +204,9 @@ def users_mistakes() -> Iterator[None]:
     """Before training, what is wrong with values, files and packages is the user's to mend: one line, exit code 2."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except ImportError as error:  # fsspec's are "Install s3fs to access S3"
+        raise mistake(str(error).replace("Install ", "pip install ")) from error
+    except (ValueError, OSError) as error:
         raise mistake(str(error)) from error
 
 

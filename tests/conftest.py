@@ -212,7 +212,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def flags(text: Path) -> list[object]:
     """A small run that takes long enough to be disturbed: 100 steps in 3 epochs, with dropout."""
-    return [*TINY, "--data", text, "--dropout", 0.1, "--steps", 100, "--log-every", 1, "--eval-every", 40]
+    return [*TINY, "--data", text, "--dropout", 0.1, "--steps", 100, "--log-every", 1, "--eval-every", 40,
+            "--save-every", 40]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
