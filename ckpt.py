@@ -105,7 +105,7 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
     if verdict[0]:
         raise ValueError(verdict[0])
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=grouped)
-    set_model_state_dict(model, state.get("model", {}), options=options)
+    set_model_state_dict(model, dict(state.get("model", {})), options=options)  # a copy: torch renames in it
     options = dataclasses.replace(options, strict=False)  # a parameter that never had a gradient has no moments
     for optimizer, saved, used in zip(optimizers, state.get("optimizers") or [{}] * len(optimizers), verdict[1]):
         optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state

@@ -148,6 +148,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         _fail(error, here, dist.PrefixStore("failure", store))
         raise
     dist.destroy_process_group()
+    # DDP keeps the group's threads. One that lets go of a Python object while Python shuts down aborts the process
+    # ("terminate called without an active exception", torch 2.13), so leave them the GIL for a moment.
+    time.sleep(0.1)
 
 
 def _device(name: str, here: Place) -> torch.device:
@@ -203,8 +206,6 @@ def _fail(error: Exception, here: Place, failures: dist.Store) -> None:
         first, silent = True, [0]  # which served the store
     if not first:
         raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
-    if here.rank == 0 and not here.served:
-        time.sleep(4)  # for the others to hear it: the store goes with this rank
     if lost and silent:
         who = ", ".join(map(str, silent))
         raise ConnectionError(f"no answer from rank {who} ({str(error).splitlines()[0]})") from error
@@ -322,20 +323,22 @@ def spawn(fn: Callable[..., None], size: int, *args: Any) -> int:
 def _watch(children: list[Any], asked: Callable[[], bool]) -> tuple[int, int] | None:
     """Until all have ended; -> (rank, exit code) of the first that failed."""
     first, told, deadline = None, False, float("inf")
-    while running := [child for child in children if child.exitcode is None]:
-        wait([child.sentinel for child in running], timeout=0.1)
+    while True:
+        codes = [child.exitcode for child in children]  # one look a round: all is decided on it
+        running = [child for child, code in zip(children, codes) if code is None]
+        if first is None and any(codes):
+            first = next((rank, code) for rank, code in enumerate(codes) if code)
+            deadline = time.monotonic() + (3 if first[1] > 0 else 0)
+        if not running:
+            return first
         if asked() and not told:
             told = True
             for child in running:
                 child.terminate()
-        failed = [(rank, child.exitcode) for rank, child in enumerate(children) if child.exitcode]
-        if failed and first is None:
-            first = failed[0]
-            deadline = time.monotonic() + (3 if first[1] > 0 else 0)
         if time.monotonic() >= deadline:
             for child in running:
                 child.kill()
-    return first
+        wait([child.sentinel for child in running], timeout=0.1)
 
 
 def _child(rank: int, parent: int, port: int, size: int, fn: Callable[..., None], args: tuple[Any, ...]) -> None:

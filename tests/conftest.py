@@ -30,11 +30,6 @@ MODEL = "--layers 1 --heads 2 --embd 16 --block-size 16".split()
 TINY = [*MODEL, *"--batch-size 8 --dtype float32 --epochs 3 --lr 0.003 --warmup 20".split()]
 
 
-def bug(what: str, always: bool = True) -> pytest.MarkDecorator:
-    """For a test that shows one, always or now and then: remove the mark with the bug."""
-    return pytest.mark.xfail(strict=always, reason=f"bug: {what}")
-
-
 def torchrun(size: int, *flags: str) -> list[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{size}"]
     return [*start, *flags, "run.py"]

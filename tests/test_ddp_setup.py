@@ -344,10 +344,20 @@ def printed(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("rank ")]
 
 
-@pytest.mark.parametrize(("launcher", "culprit"), [("spawn", 1), ("torchrun", 1), ("srun", 0)])
+@pytest.mark.parametrize(
+    ("launcher", "culprit"),
+    [("spawn", 1), ("torchrun", 1)],
+)
 def test_when_a_rank_fails_all_end_and_its_error_is_printed_once(runs, launcher, culprit):
     _, code, errors = runs(launcher)
     assert code != 0 and printed(errors) == [f"rank {culprit}: the cause"]
+
+
+def test_under_srun_the_store_ends_with_rank_0_and_the_others_can_only_name_it(runs):
+    _, code, errors = runs("srun")
+    cause, *consequence = sorted(printed(errors))
+    assert code != 0 and cause == "rank 0: the cause"
+    assert all(line.startswith("rank 1: no answer from rank 0 (") for line in consequence)
 
 
 def test_a_rank_that_stands_still_is_named_once_the_timeout_is_over(runs):

@@ -46,7 +46,6 @@ def while_starting(program: Program) -> None:
 ASKED = {  # how it is started, until when we wait, which signal, to whom; SIGTERM to one process: test_run.py
     "SIGINT": (([], PYTHON), in_training, signal.SIGINT, parent),
     "SIGUSR1": (([], PYTHON), in_training, signal.SIGUSR1, parent),
-    "SIGTERM to the parent": (SPAWN, in_training, signal.SIGTERM, parent),
     "SIGINT to everyone": (SPAWN, in_training, signal.SIGINT, everyone),
     "SIGUSR1 to a child": (SPAWN, in_training, signal.SIGUSR1, child),
     "SIGUSR1 to a worker": (TORCHRUN, in_training, signal.SIGUSR1, worker),
@@ -161,7 +160,8 @@ def test_asked_to_stop_it_saves_the_last_step_and_says_so(interrupted, name):
     last = losses(out)[-1][0]
     assert (1 if "starting" in name else 20) <= last < 100
     assert state(out)["step"] == last
-    assert ran.out.splitlines()[-1] == f"Stopped as asked, after step {last} of 100; the same command goes on from there."
+    said = f"Stopped as asked, after step {last} of 100; the same command goes on from there."
+    assert ran.out.splitlines()[-1] == said
     if "worker" in name:  # torchrun has an exit code and a traceback of its own
         assert ran.code != 0 and f'File "{ROOT}' not in ran.err, ran
     else:

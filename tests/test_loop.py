@@ -24,12 +24,17 @@ ONE = ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))
 X = torch.randn(64, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = X.sin().sum(1, keepdim=True)
 # the rows of each step: no number of ranks divides them all, and some steps have fewer than there are ranks
-BATCHES = [list(range(first, first + n)) for first, n in zip(range(0, 60, 7), [7, 2, 5, 1, 7, 3, 6, 4])] * 3
+BATCHES = [list(range(first, first + n)) for first, n in zip(range(0, 60, 7), [7, 2, 5, 1, 7, 3, 6, 4])]
 
 
 def mlp(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)).double()
+
+
+def normed() -> nn.Module:
+    """With buffers, for which a forward pass of DistributedDataParallel waits for the other ranks."""
+    return nn.Sequential(nn.BatchNorm1d(5), mlp()).float()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -75,7 +80,7 @@ def whole_batches(world, accum):
     model = ddp_setup.replicate(mlp(), world)
     optimizer, gradients = adamw(model), []
     optimizer.register_step_pre_hook(lambda *_: gradients.append([p.grad.clone() for p in model.parameters()]))
-    reports = [r for _, r in loop.train_(model, [optimizer], deal(BATCHES, world, accum), squares, clip=0.5)]
+    reports = [r for _, r in loop.train_(model, [optimizer], deal(BATCHES, world, accum), squares, clip=2.0)]
     return {
         "weights": weights(model),
         "gradients": gradients,
@@ -94,7 +99,7 @@ def train_gpt(world, accum):
 
 
 def synchronisations(world, accum):
-    """How often the ranks' gradients met in 5 steps of `accum` micro-batches. (All of them are one bucket.)"""
+    """How often the ranks' gradients met in 3 steps of `accum` micro-batches. (All of them are one bucket.)"""
     met = []
 
     def hook(state, bucket):
@@ -105,7 +110,7 @@ def synchronisations(world, accum):
     if world.size > 1:
         model.register_comm_hook(None, hook)
     part = (X[:2], Y[:2])
-    steps = [([part] * accum, 2 * accum * world.size)] * 5
+    steps = [([part] * accum, 2 * accum * world.size)] * 3
     for _ in loop.train_(model, [sgd(model)], steps, squares):
         pass
     return len(met)
@@ -141,8 +146,8 @@ def stopping(world):
 
 
 def evaluation(world):
-    """Six batches: rank 0 has none of them, unless it is alone. -> (sum, count, modes before, modes after)"""
-    model = ddp_setup.replicate(mlp().float(), world)
+    """Six batches: rank 0 has none of them, unless it is alone. -> (sum, count)"""
+    model = ddp_setup.replicate(normed(), world)
     batches = [(X[: 3 * i].float(), Y[: 3 * i].float()) for i in range(1, 7)]
     mine = batches if world.size == 1 else [[], *(batches[i :: world.size - 1] for i in range(world.size - 1))][world.rank]
     return loop.evaluate(model, mine, squares)
@@ -230,7 +235,7 @@ def plain():
         optimizer.zero_grad()
         loss = F.mse_loss(model(X[rows]), Y[rows])
         loss.backward()
-        found["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        found["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), 2.0)))
         found["losses"].append(loss.item())
         found["gradients"].append([p.grad.clone() for p in model.parameters()])
         found["counts"].append(len(rows))
@@ -241,7 +246,7 @@ def plain():
 @SIZES
 @pytest.mark.parametrize("accum", [1, 2, 3])
 def test_gradients_and_weights_are_those_of_plain_torch_on_the_whole_batch(ranks, plain, size, accum):
-    assert max(plain["norms"]) > 0.5 > min(plain["norms"])  # some steps are clipped and some are not
+    assert max(plain["norms"]) > 2.0 > min(plain["norms"])  # some steps are clipped and some are not
     for result in ranks(size):
         # the same float64 arithmetic, its sums in another order
         torch.testing.assert_close(result["whole_batches", accum], plain, rtol=1e-9, atol=1e-12)
@@ -260,7 +265,7 @@ def test_a_gpt_in_float32_learns_the_same_over_epochs_on_any_number_of_ranks(ran
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("accum", [1, 2, 3])
 def test_gradients_are_synchronised_once_a_step_for_any_accum(ranks, size, accum):
-    assert [result["synchronisations", accum] for result in ranks(size)] == [5] * size
+    assert [result["synchronisations", accum] for result in ranks(size)] == [3] * size
 
 
 @SIZES
@@ -403,7 +408,7 @@ def test_every_rank_and_every_step_draws_its_own_numbers(ranks):
 
 @SIZES
 def test_an_evaluation_is_exact_over_ranks_with_unequal_numbers_of_batches_or_none(ranks, size):
-    model = mlp().float()
+    model = normed().eval()
     with torch.no_grad():
         expected = sum(float((model(X[: 3 * i].float()) - Y[: 3 * i]).square().sum()) for i in range(1, 7))
     for loss_sum, count in (result["evaluation"] for result in ranks(size)):
