@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +59,7 @@ def spawn(name: str, *args: str) -> int:
 def agree_and_fail(folder: str, culprits: str, error: str = "the cause") -> None:
     """Write down what each rank hears from the others; then some of them fail, while the others wait for them."""
     calls = []
-    with ddp_setup.process_group("cpu", timeout=300) as world:
+    with ddp_setup.process_group("cpu", timeout=60) as world:
         told = ddp_setup.from_rank_zero(lambda: calls.append("told") or {"by": world.rank}, world)
         try:
             ddp_setup.from_rank_zero(lambda: calls.append("failed") or int("no number"), world)
@@ -86,7 +88,14 @@ def killed_beside_one_that_computes() -> None:
         dist.barrier()
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
+        time.sleep(30)
+        raise RuntimeError("still here")
+
+
+def compute_without_end(folder: str) -> None:
+    with ddp_setup.process_group("cpu") as world:
+        Path(folder, f"{world.rank} is up").touch()
+        time.sleep(60)
 
 
 def wait_to_be_stopped(folder: str) -> int:
@@ -394,13 +403,13 @@ def test_an_exception_that_the_function_does_not_catch_is_told(capfd):
 # ------------------------------------------------------------------------------------- around a whole run
 
 
-@pytest.fixture
-def up(tmp_path):
-    """(the parent of two ranks that are up and wait to be stopped, the folder where they say so)"""
-    with subprocess.Popen([*SPAWN, "wait_to_be_stopped", str(tmp_path)], **HERE) as parent:
+@contextmanager
+def up(name: str, folder: Path) -> Iterator[subprocess.Popen]:
+    """The parent of two ranks that do what `name` says, once they are in their group."""
+    with subprocess.Popen([*SPAWN, name, str(folder)], **HERE) as parent:
         try:
-            wait_for(lambda: {"0 is up", "1 is up"} <= {path.name for path in tmp_path.iterdir()}, "the ranks", 60)
-            yield parent, tmp_path
+            wait_for(lambda: {"0 is up", "1 is up"} <= {path.name for path in folder.iterdir()}, "the ranks", 60)
+            yield parent
         finally:
             parent.kill()
 
@@ -439,24 +448,24 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, 
 
 
 @linux
-def test_ranks_listen_on_loopback_alone_and_a_stop_signal_to_the_parent_reaches_all(up):
-    parent, folder = up
-    addresses = listening(family(parent.pid))
-    assert len(addresses) >= 3  # the store's, and one of each rank
-    assert all(address.is_loopback for address in addresses)
-    parent.terminate()
-    assert parent.wait(30) == 3
-    assert {path.name for path in folder.iterdir()} >= {"0 was asked", "1 was asked"}
+def test_ranks_listen_on_loopback_alone_and_a_stop_signal_to_the_parent_reaches_all(tmp_path):
+    with up("wait_to_be_stopped", tmp_path) as parent:
+        addresses = listening(family(parent.pid))
+        assert len(addresses) >= 3  # the store's, and one of each rank
+        assert all(address.is_loopback for address in addresses)
+        parent.terminate()
+        assert parent.wait(30) == 3
+    assert {path.name for path in tmp_path.iterdir()} >= {"0 was asked", "1 was asked"}
 
 
 @linux
-def test_a_killed_parent_leaves_no_child(up):
-    parent, _ = up
-    everyone = family(parent.pid)
-    assert len(everyone) >= 3
-    parent.kill()
-    parent.wait()
-    wait_for(lambda: not any(family(pid) for pid in everyone), "the children to end", 5)
+def test_a_killed_parent_leaves_no_child(tmp_path):
+    with up("compute_without_end", tmp_path) as parent:
+        everyone = family(parent.pid)
+        assert len(everyone) >= 3
+        parent.kill()
+        parent.wait()
+        wait_for(lambda: not any(family(pid) for pid in everyone), "the children to end", 5)
 
 
 if __name__ == "__main__":

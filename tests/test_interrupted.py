@@ -163,7 +163,7 @@ def test_asked_to_stop_it_saves_the_last_step_and_says_so(interrupted, name):
     said = f"Stopped as asked, after step {last} of 100; the same command goes on from there."
     assert ran.out.splitlines()[-1] == said
     if "worker" in name:  # torchrun has an exit code and a traceback of its own
-        assert ran.code != 0 and f'File "{ROOT}' not in ran.err, ran
+        assert ran.code != 0 and f'File "{ROOT}/run.py' not in ran.err, ran
     else:
         assert ran.code == 3 and ran.err == "", ran
 
