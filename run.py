@@ -540,13 +540,15 @@ def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, m
         + f"  lr {report.lr:.1e}  {rate:,.0f} tokens/s  mfu {record['mfu']:.0%}  eta {clock(eta)}"
         + (f"  skipped {record['skipped']}" if "skipped" in record else "")
     )  # fmt: skip
-    live = sys.stdout.isatty()
-    if live:
-        columns = shutil.get_terminal_size().columns
-        width = max(0, min(20, columns - len(text) - 4))
-        bar = "#" * round(width * step / job.total)
-        text = "\r" + (f"[{bar:-<{width}}] " if width > 4 else "") + text[: columns - 1]
-    click.echo(f"{text}\033[K" if live else text, nl=not live)
+    if not sys.stdout.isatty():
+        click.echo(text)
+        return new
+    bar = "#" * (10 * step // job.total)
+    text = (
+        f"[{bar:-<10}] {step}/{job.total} loss {record['loss']:.3f}" + (f" val {val:.3f}" if val else "")
+        + f" lr {report.lr:.0e} {rate / 1000:.1f}k tokens/s eta {clock(eta)}"
+    )  # fmt: skip
+    click.echo(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", nl=False)
     return new
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def test_linear_regression_on_two_ranks_is_that_of_one(on_two_ranks, tmp_path):
-    alone, together = str(tmp_path), str(on_two_ranks)
+    alone, together = str(tmp_path), str(on_two_ranks / "linear_regression")
     linear_regression(alone)
     assert [entry.step for entry in ckpt.entries(together)] == [22, 44, 66]  # 2048 / 96, the last batch short
     for ours, reference in zip(ckpt.entries(together), ckpt.entries(alone), strict=True):
@@ -67,7 +68,7 @@ def test_linear_regression_on_two_ranks_is_that_of_one(on_two_ranks, tmp_path):
 
 
 def read_by_all(folder: str) -> None:
-    """Every rank sees the folder of the linear regression, and reads it for itself."""
+    """Every rank sees the folder, where the linear regression was, and reads it for itself."""
     with ddp_setup.process_group("cpu") as world:
         model = ddp_setup.replicate(nn.Linear(20, 1), world)
         state, read = (ckpt.newest(folder)[0].state for _ in range(2))
@@ -77,7 +78,8 @@ def read_by_all(folder: str) -> None:
 
 
 def test_a_state_that_every_rank_has_read_is_restored_and_left_as_it_was(on_two_ranks):
-    assert [json.loads((on_two_ranks / f"read by {rank}.json").read_text()) for rank in (0, 1)] == [[True, True]] * 2
+    for rank in (0, 1):
+        assert json.loads((on_two_ranks / "linear_regression" / f"read by {rank}.json").read_text()) == [True, True]
 
 
 # ------------------------------------------------------------------------------------- 2. a bare nn.Linear
@@ -103,7 +105,7 @@ def test_a_bare_linear_over_gloo_learns_what_plain_torch_does(on_two_ranks):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-    torch.testing.assert_close(torch.load(on_two_ranks / "linear.pt"), dict(model.state_dict()), **AS_PROMISED)
+    torch.testing.assert_close(torch.load(on_two_ranks / "bare_linear" / "linear.pt"), dict(model.state_dict()), **AS_PROMISED)
 
 
 # --------------------------------------------------------------------------- 3. an MLP, and how often it is right
@@ -145,13 +147,13 @@ def correct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int
 
 
 def test_a_classifiers_accuracy_over_two_ranks_is_exact(on_two_ranks):
-    model = torch.load(on_two_ranks / "model.pt", weights_only=False)
+    model = torch.load(on_two_ranks / "classify" / "model.pt", weights_only=False)
     expected = []
     for n in (200, 5):  # five rows on two ranks are five, not six
         x, y = two_clouds(n).tensors
         expected.append([int((model(x).argmax(dim=-1) == y).sum()), n])
     for rank in (0, 1):
-        assert json.loads((on_two_ranks / f"{rank}.json").read_text()) == expected
+        assert json.loads((on_two_ranks / "classify" / f"{rank}.json").read_text()) == expected
     assert expected[0][0] > 160  # it has learned: the two clouds overlap in one row of six
 
 
@@ -188,8 +190,8 @@ def gpt_trainer(folder: str, text: str) -> None:
         Path(folder, f"{world.rank}.json").write_text(json.dumps([[loss_sum, count], reloaded, report.lr]))
 
 
-def test_a_gpt_trains_under_torchrun_and_its_checkpoint_has_what_it_has_learned(runs, tmp_path):
-    folder, text = runs("gpt")
+def test_a_gpt_trains_under_torchrun_and_its_checkpoint_has_what_it_has_learned(under_torchrun, pangrams):
+    folder = under_torchrun("gpt")
     (first, reloaded, lr), others = (json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1))
     assert others == [first, reloaded, lr] and reloaded == first
     assert lr == pytest.approx(0.01 * loop.cosine(TOTAL - 1, TOTAL, 5))  # of the last step
@@ -197,7 +199,7 @@ def test_a_gpt_trains_under_torchrun_and_its_checkpoint_has_what_it_has_learned(
     state = torch.load(folder / entry.name, weights_only=True)
     model = gpt.build(gpt.Config(*state["config"]), seed=2)
     model.load_state_dict(state["model"])
-    val = chardata.split(chardata.read(text, "char").shards, 0.2)[1]
+    val = chardata.split(chardata.read(pangrams, "char").shards, 0.2)[1]
     loss_sum, count = loop.evaluate(model, chardata.every_window(val, BLOCK, BATCH), gpt.loss)
     assert count == first[1] == chardata.length(val) - 1
     assert loss_sum == pytest.approx(first[0], rel=1e-6)  # promise 4
@@ -235,17 +237,16 @@ def char_text(folder: str, text: str, dies_at: str = "never") -> None:
                 break
 
 
-def test_after_a_rank_is_killed_torchrun_goes_on_from_the_snapshot_to_the_same_weights(runs, tmp_path):
-    killed, text = runs("killed")
-    assert ddp_setup.spawn(char_text, 2, str(tmp_path), text) == 0  # and nobody is killed
-    entries = ckpt.entries(str(tmp_path))
-    assert [entry.step for entry in entries] == [32, 48]  # of 8 steps an epoch
+def test_after_a_rank_is_killed_torchrun_goes_on_from_the_snapshot_to_the_same_weights(under_torchrun, on_two_ranks):
+    killed, undisturbed = under_torchrun("killed"), on_two_ranks / "char_text"
     assert sorted(path.name for path in killed.glob("rank*")) == [
         f"rank {rank} began at {step}" for rank in (0, 1) for step in (0, 16)
     ]
-    for entry, reference in zip(ckpt.entries(str(killed)), entries, strict=True):
-        state, expected = ckpt.load(str(killed), entry), ckpt.load(str(tmp_path), reference)
-        assert same(state, expected)  # promise 3: bitwise, also the moments
+    entries, others = ckpt.entries(str(killed)), ckpt.entries(str(undisturbed))
+    assert [entry.step for entry in entries] == [entry.step for entry in others] == [32, 48]  # of 8 steps an epoch
+    for entry, other in zip(entries, others):
+        # promise 3: bitwise, also the moments
+        assert same(ckpt.load(str(killed), entry), ckpt.load(str(undisturbed), other))
 
 
 # ---------------------------------------------------------------------------------- 6. a CNN with BatchNorm
@@ -299,41 +300,50 @@ def one_thread(monkeypatch):
     monkeypatch.setattr(ddp_setup, "cores", lambda: 1)
 
 
-def in_turn(folder: str) -> None:
-    """The smaller systems in the same two processes, as it takes each some seconds to start."""
-    for attempt, system in enumerate([linear_regression, bare_linear, classify, read_by_all]):
+@pytest.fixture(scope="module")
+def pangrams(tmp_path_factory):
+    """The name of a file of 4,095 characters."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog; " * 91)
+    return str(file)
+
+
+def in_turn(*jobs: tuple[Callable[..., None], tuple[str, ...]]) -> None:
+    """Some systems in the same processes, as it takes each some seconds to start."""
+    for attempt, (system, args) in enumerate(jobs):
         # each has its own part of the store, like one attempt of torchrun after the other
         os.environ["TORCHELASTIC_RESTART_COUNT"] = f"{attempt}"
-        system(folder)
+        system(*args)
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    """The folder to which two ranks that were spawned have written."""
-    folder = tmp_path_factory.mktemp("two")
-    assert ddp_setup.spawn(in_turn, 2, str(folder)) == 0
+def on_two_ranks(tmp_path_factory, pangrams):
+    """The folder to which two ranks that were spawned have written, each system into one of its own."""
+    folder = tmp_path_factory.mktemp("spawned")
+    linear, bare, classes, text = (folder / name for name in ("linear_regression", "bare_linear", "classify", "char_text"))
+    for each in (linear, bare, classes, text):
+        each.mkdir()
+    jobs = [(linear_regression, (str(linear),)), (read_by_all, (str(linear),)), (bare_linear, (str(bare),))]
+    jobs += [(classify, (str(classes),)), (char_text, (str(text), pangrams))]
+    assert ddp_setup.spawn(in_turn, 2, *jobs) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """What the systems leave that torchrun starts, by name: (folder, the text). They are begun in the background."""
+def under_torchrun(tmp_path_factory, pangrams):
+    """The folders to which two ranks of torchrun have written, by name. The runs are begun in the background."""
 
-    def torchrun(*flags: str, system: str, text: Path, args: tuple[str, ...] = ()) -> tuple[Path, str]:
+    def run(system: str, *args: str, flags: tuple[str, ...] = ()) -> Path:
         folder = tmp_path_factory.mktemp(system)
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
-        command = [*start, "-m", "test_systems", system, str(folder), str(text), *args]
+        command = [*start, "-m", "test_systems", system, str(folder), pangrams, *args]
         env = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
         ended = subprocess.run(command, cwd=ROOT / "tests", env=env, capture_output=True, text=True, timeout=120)
         assert ended.returncode == 0, ended.stderr
-        return folder, str(text)
+        return folder
 
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog; " * 91)
-    with ahead(
-        gpt=partial(torchrun, system="gpt_trainer", text=text),
-        killed=partial(torchrun, "--max-restarts", "1", system="char_text", text=text, args=("20",)),
-    ) as begun:
+    killed = partial(run, "char_text", "20", flags=("--max-restarts", "1"))
+    with ahead(gpt=partial(run, "gpt_trainer"), killed=killed) as begun:
         yield lambda name: begun[name].result()
 
 
