@@ -115,10 +115,12 @@ def say_nothing_of_it() -> None:
 # --------------------------------------------------------------------------------------------------- place
 
 
+ELASTIC = dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="29400")
+
+
 def test_place_is_what_torchrun_says():
-    env = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29400"}
-    assert ddp_setup.place(env) == ddp_setup.Place(5, 1, 8, 4, "a", 29400, served=False)
-    assert ddp_setup.place({**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}).served
+    assert ddp_setup.place(ELASTIC) == ddp_setup.Place(5, 1, 8, 4, "a", 29400, served=False)
+    assert ddp_setup.place({**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "True"}).served
 
 
 @pytest.mark.parametrize(
@@ -156,9 +158,6 @@ def test_a_batch_script_of_slurm_is_no_rank():
     assert ddp_setup.place({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == ddp_setup.Place()
 
 
-ELASTIC = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1")
-
-
 @pytest.mark.parametrize(
     ("env", "name"),
     [(ELASTIC, name) for name in ELASTIC] + [(SRUN, name) for name in SRUN if name != "SLURM_STEP_NUM_TASKS"],
@@ -174,9 +173,9 @@ def test_half_a_launchers_variables_are_an_error_that_names_the_one_missing(env,
         ({**ELASTIC, "RANK": "one"}, "RANK='one'"),
         ({**ELASTIC, "WORLD_SIZE": "-2"}, "WORLD_SIZE='-2'"),
         ({**ELASTIC, "LOCAL_RANK": "0.5"}, "LOCAL_RANK='0.5'"),
-        ({**ELASTIC, "RANK": "2"}, "rank=2.* size=2"),
-        ({**ELASTIC, "LOCAL_RANK": "2"}, "local_rank=2.* local_size=2"),
-        ({**ELASTIC, "LOCAL_WORLD_SIZE": "3"}, " size=2.* local_size=3"),
+        ({**ELASTIC, "RANK": "8"}, "rank=8.* size=8"),
+        ({**ELASTIC, "LOCAL_RANK": "4"}, "local_rank=4.* local_size=4"),
+        ({**ELASTIC, "LOCAL_WORLD_SIZE": "9"}, " size=8.* local_size=9"),
         ({**ELASTIC, "WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "0"}, " size=0"),
         ({**SRUN, "SLURM_PROCID": "2"}, "rank=2.* size=2"),
         ({**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID='x'"),

@@ -33,7 +33,8 @@ USES = {
         model = nn.Linear(2, 1)
         loss_fn = lambda model, x: (model(x).square().sum(), len(x))
         steps = loop.group([torch.ones(3, 2)] * 4, accum=2, count=len)
-        reports = [report for step, report in loop.train_(model, [torch.optim.SGD(model.parameters(), 0.1)], steps, loss_fn)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reports = [report for step, report in loop.train_(model, [optimizer], steps, loss_fn)]
         assert [int(report.count) for report in reports] == [6, 6] and reports[1].loss < reports[0].loss
         assert loop.evaluate(model, [torch.zeros(3, 2)], loss_fn)[1] == 3
     """,
@@ -60,7 +61,8 @@ def alone(tmp_path_factory):
         program = "\n".join(["import torch", "from torch import nn", f"import {name}", *lines])
         (folder / "use.py").write_text(program)
         env = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONPATH"}
-        return subprocess.run([sys.executable, "use.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=90)
+        command = [sys.executable, "use.py"]
+        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=90)
 
     with ahead(**{name: partial(use, name) for name in USES}) as begun:
         yield lambda name: begun[name].result()

@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +105,8 @@ def test_a_bare_linear_over_gloo_learns_what_plain_torch_does(on_two_ranks):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-    torch.testing.assert_close(torch.load(on_two_ranks / "bare_linear" / "linear.pt"), dict(model.state_dict()), **AS_PROMISED)
+    weights = torch.load(on_two_ranks / "bare_linear" / "linear.pt")
+    torch.testing.assert_close(weights, model.state_dict(), **AS_PROMISED)
 
 
 # --------------------------------------------------------------------------- 3. an MLP, and how often it is right
@@ -308,9 +309,9 @@ def pangrams(tmp_path_factory):
     return str(file)
 
 
-def in_turn(*jobs: tuple[Callable[..., None], tuple[str, ...]]) -> None:
-    """Some systems in the same processes, as it takes each some seconds to start."""
-    for attempt, (system, args) in enumerate(jobs):
+def in_turn(*jobs: tuple[Any, ...]) -> None:
+    """Some systems, each with its arguments, in the same processes, as these take seconds to start."""
+    for attempt, (system, *args) in enumerate(jobs):
         # each has its own part of the store, like one attempt of torchrun after the other
         os.environ["TORCHELASTIC_RESTART_COUNT"] = f"{attempt}"
         system(*args)
@@ -320,11 +321,12 @@ def in_turn(*jobs: tuple[Callable[..., None], tuple[str, ...]]) -> None:
 def on_two_ranks(tmp_path_factory, pangrams):
     """The folder to which two ranks that were spawned have written, each system into one of its own."""
     folder = tmp_path_factory.mktemp("spawned")
-    linear, bare, classes, text = (folder / name for name in ("linear_regression", "bare_linear", "classify", "char_text"))
-    for each in (linear, bare, classes, text):
-        each.mkdir()
-    jobs = [(linear_regression, (str(linear),)), (read_by_all, (str(linear),)), (bare_linear, (str(bare),))]
-    jobs += [(classify, (str(classes),)), (char_text, (str(text), pangrams))]
+    jobs = []
+    for system, *args in ((linear_regression,), (bare_linear,), (classify,), (char_text, pangrams)):
+        own = folder / system.__name__
+        own.mkdir()
+        jobs.append((system, str(own), *args))
+    jobs.append((read_by_all, str(folder / "linear_regression")))
     assert ddp_setup.spawn(in_turn, 2, *jobs) == 0
     return folder
 
