@@ -1,5 +1,7 @@
 """What the end-to-end tests share: start run.py, follow what it says, wait for it, see who is still alive."""
 
+import atexit
+import functools
 import json
 import os
 import random
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 # a launcher's or a user's own settings are not the test's
@@ -46,7 +49,8 @@ class Program:
 
     Its output comes through a socket that holds a few lines: whoever reads up to a line knows that the program
     is at most a few lines further, however fast it is. It, and all that it started, is killed after `seconds`
-    (a hang), and when its `with` block ends.
+    (a hang), and when its `with` block ends. Plain python is started warm (see warm.py), unless it has an
+    environment of its own.
     """
 
     def __init__(self, *args: object, launcher: list[str] = PYTHON, env: dict[str, str] = {}, seconds: float = 90):
@@ -55,16 +59,21 @@ class Program:
         self.errors = tempfile.TemporaryFile()
         ours, theirs = socket.socketpair()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes its own minimum
+        environment = {**ENVIRONMENT, **env, **dict([self.mark.split("=")])}
         with ours, theirs:
-            self.process = subprocess.Popen(
-                [*launcher, *map(str, args)],
-                cwd=ROOT,
-                env={**ENVIRONMENT, **env, **dict([self.mark.split("=")])},
-                stdin=subprocess.DEVNULL,
-                stdout=theirs,
-                stderr=self.errors,
-                start_new_session=True,
-            )
+            if launcher is PYTHON and not env:
+                own = [*map(str, args)]
+                self.process = warm.Process(warm_server(), own, environment, theirs.fileno(), self.errors.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    [*launcher, *map(str, args)],
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=theirs,
+                    stderr=self.errors,
+                    start_new_session=True,
+                )
             self.lines = ours.makefile("rb", buffering=0)
         self.watchdog = threading.Timer(seconds, self.give_up)
         self.watchdog.start()
@@ -93,7 +102,7 @@ class Program:
     def family(self, having: str = "") -> list[int]:
         """Who is alive of the program and all that it started, in the order of their start; `having` is looked
         for in their command lines and environments."""
-        found = []
+        found = [] if having or self.process.poll() is not None else [self.process.pid]
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 text = (folder / "environ").read_bytes() + b"\0" + (folder / "cmdline").read_bytes()
@@ -101,7 +110,7 @@ class Program:
                 continue
             if self.mark.encode() in text and having.encode() in text:  # a zombie has neither
                 found.append(int(folder.name))
-        return sorted(found)
+        return sorted({*found})
 
     def children(self) -> list[int]:
         """The ranks that --spawn started, in order."""
@@ -130,6 +139,16 @@ def run(*args: object, **how: Any) -> Ran:
     """Run the program to its end."""
     with Program(*args, **how) as program:
         return program.finish()
+
+
+@functools.cache
+def warm_server() -> str:
+    """The socket at which programs start without importing torch first; served as long as the tests run."""
+    path = f"{tempfile.mkdtemp()}/warm"
+    server = warm.start(path, ENVIRONMENT)
+    atexit.register(lambda: (server.stdin.close(), server.wait(), os.unlink(path), os.rmdir(os.path.dirname(path))))
+    wait_for(lambda: os.path.exists(path), "the warm server")
+    return path
 
 
 @contextmanager
@@ -237,3 +256,47 @@ def start() -> Iterator[Callable[..., Program]]:
     yield begin
     for program in started:
         program.__exit__()
+
+
+# ------------------------------------------------------------------------------------------------------ torture
+
+TABLE = pytest.StashKey[list[tuple[str, int, int, float]]]()  # fault, trials, passed, seconds
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "torture: counted trials of one fault; `-m torture` runs them in full number")
+    config.stash[TABLE] = []
+
+
+@pytest.fixture
+def trials(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """trials(fault, trial, few, many): call trial(0), trial(1), ... `few` times, or, with -m torture, `many`.
+
+    The number is the trial's seed, so that one that failed can be had again. `at_once` of them run side by side.
+    """
+    torture = request.config.option.markexpr == "torture"
+
+    def run_all(fault: str, trial: Callable[[int], Any], few: int, many: int, at_once: int = 2) -> None:
+        count, failed, begun = many if torture else few, {}, time.monotonic()
+
+        def one(number: int) -> None:
+            try:
+                if len(failed) < 10:  # it is broken, and more would not tell more
+                    trial(number)
+            except BaseException as error:  # pytest.fail is no Exception
+                failed[number] = error
+
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(one, range(count)))
+        request.config.stash[TABLE].append((fault, count, count - len(failed), time.monotonic() - begun))
+        if failed:
+            number, error = min(failed.items(), key=lambda item: item[0])
+            raise AssertionError(f"{len(failed)} of {count} trials failed, number {number} with: {error}") from error
+
+    return run_all
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.option.markexpr == "torture":
+        rows = [f"| {fault} | {count:,} | {passed:,} | {s:.0f} s |" for fault, count, passed, s in config.stash[TABLE]]
+        terminalreporter.write_line("\n".join(["", "| fault | trials | passed | time |", "|---|---|---|---|", *rows]))
