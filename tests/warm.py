@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def serve(path: str) -> None:
     import click  # noqa: F401
     import numpy  # noqa: F401
+    import torch._dynamo  # noqa: F401  which the first optimizer imports
     import torch.distributed.checkpoint.state_dict  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
