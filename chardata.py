@@ -16,13 +16,14 @@ import glob
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
+T = TypeVar("T")
 Shards = Sequence[np.ndarray]  # each (n_i,), unsigned integers
 Batch = tuple[torch.Tensor, torch.Tensor]  # x (B, T) int64 and y (B, T) int64, y one token later than x
 
@@ -35,6 +36,7 @@ class Corpus(NamedTuple):
     kind: str  # "char", "byte" or "ids"
     chars: str  # kind "char": id i stands for chars[i]; otherwise ""
     digest: str  # of the length and the content, see digest()
+    stamps: tuple[tuple[str, int, int], ...]  # of each mapped file: name, bytes, last change (ns since 1970)
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -49,19 +51,20 @@ def read(data: str | None, kind: str, chars: str = "") -> Corpus:
     should be.
     """
     if data is None:
-        names, loaded = ["the default text"], [default_text().encode()]
+        names, stamps, loaded = ["the default text"], (), [default_text().encode()]
     else:
         names = local_files(data)
+        stamps = tuple(_stamp(name) for name in names)
         loaded = [_map(name) for name in names]
     if any(name.endswith((".bin", ".npy")) for name in names):
         if not all(name.endswith((".bin", ".npy")) for name in names):
             raise ValueError(f"{data}: token files (.bin, .npy) and text in one data set; use one of them")
         top = max(int(chunk.max()) for shard in loaded for chunk in _chunks(shard))
         vocab = -(-(top + 1) // 64) * 64  # a round number of rows costs nothing and multiplies faster
-        return Corpus(tuple(loaded), vocab, "ids", "", digest(loaded))
+        return Corpus(tuple(loaded), vocab, "ids", "", digest(loaded), stamps)
     if kind == "byte":
         shards = [np.frombuffer(raw, np.uint8) for raw in loaded]
-        return Corpus(tuple(shards), 256, "byte", "", digest(shards))
+        return Corpus(tuple(shards), 256, "byte", "", digest(shards), stamps)
     texts = [_decode(name, raw) for name, raw in zip(names, loaded)]
     chars = chars or characters(texts)
     shards = []
@@ -70,7 +73,7 @@ def read(data: str | None, kind: str, chars: str = "") -> Corpus:
             shards.append(encode(text, "char", chars))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    return Corpus(tuple(shards), len(chars), "char", chars, digest(shards, chars))
+    return Corpus(tuple(shards), len(chars), "char", chars, digest(shards, chars), ())
 
 
 def default_text() -> str:
@@ -133,6 +136,24 @@ def _map(name: str) -> np.ndarray:
     if name.endswith(".bin") and os.path.getsize(name) % 2:
         raise ValueError(f"{name}: {os.path.getsize(name)} bytes; a .bin of uint16 tokens has an even number")
     return np.memmap(name, np.uint16 if name.endswith(".bin") else np.uint8, mode="r")
+
+
+def _stamp(name: str) -> tuple[str, int, int]:
+    status = os.stat(name)
+    return name, status.st_size, status.st_mtime_ns
+
+
+def unchanged(batches: Iterable[T], corpus: Corpus) -> Iterator[T]:
+    """The same batches. OSError names a mapped file that was written to, cut, replaced or deleted meanwhile.
+
+    What a map shows then is anybody's guess, and reading past the new end of a file that was cut kills the process
+    (SIGBUS): so each file is looked at before each batch is read, for a microsecond.
+    """
+    for batch in batches:
+        yield batch
+        for stamp in corpus.stamps:
+            if not os.path.exists(stamp[0]) or _stamp(stamp[0]) != stamp:
+                raise OSError(f"{stamp[0]}: changed, or is gone, while it was being trained on")
 
 
 def _chunks(shard: np.ndarray, size: int = 1 << 22) -> Iterator[np.ndarray]:

@@ -14,13 +14,16 @@ any URL that fsspec knows.
 
 import copy
 import dataclasses
+import fcntl
 import hashlib
 import math
 import os
 import pickle
 import re
 import shutil
+import socket
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -283,6 +286,36 @@ def in_background(function: Callable[..., T], *args: Any) -> "Future[T]":
     future = pool.submit(function, *args)
     pool.shutdown(wait=False)
     return future
+
+
+def lock(folder: str, patience: float = 2.0) -> int | None:
+    """Keep every other process from locking `folder` until this one ends; -> an open handle, to close if sooner.
+
+    ValueError says who has it: its host, process and start. The system holds the lock and drops it with the process,
+    so a dead run's is never in the way; one just killed may take a moment to die, hence `patience`, in seconds. None
+    for a URL and where the file system has no locks.
+    """
+    if "://" in folder:
+        return None
+    handle = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            holder = os.read(handle, 200).decode(errors="replace")
+            os.close(handle)
+            raise ValueError(f"in use by another run: {holder}") from None
+        except OSError:
+            os.close(handle)
+            return None
+    os.ftruncate(handle, 0)
+    os.write(handle, f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T')}".encode())
+    return handle
 
 
 def set_aside(folder: str, name: str) -> None:

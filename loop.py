@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -228,11 +228,16 @@ def _collective_device() -> torch.device:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, dtype: torch.dtype = torch.float32
-) -> tuple[float, float]:
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFn,
+    dtype: torch.dtype = torch.float32,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[float, float] | None:
     """(sum, count) of `loss_fn` over the batches of all ranks: divide them for the exact mean.
 
-    Every rank has to call it. Ranks may have unequal numbers of batches, or none.
+    Every rank has to call it. Ranks may have unequal numbers of batches, or none. `stop` is asked at every batch;
+    when it is true on any rank the evaluation is given up on all, and the result is None.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own forward pass can wait for all ranks'
@@ -240,17 +245,29 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=_widest(device), device=device)
-    for batch in batches:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            value, count = loss_fn(model, to_device(batch, device))
-        sums[0] += value
-        sums[1] += count
+    none_left, late = object(), lambda: (1, 0)
+    for batch in chain(batches, repeat(none_left)):
+        # (2,) how many ranks still have a batch, and how many ask to stop: on its way while the batch is computed
+        flags = torch.tensor([batch is not none_left, stop()], dtype=torch.float32, device=device)
+        reducing = dist.all_reduce(flags, async_op=True) if dist.is_initialized() else None
+        if batch is not none_left:
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                value, count = loss_fn(model, to_device(batch, device))
+            sums[0] += value
+            sums[1] += count
+        if reducing:
+            reducing.wait()
+        now = _to_host(flags)
+        left, stopping = late() if device.type == "cuda" else now()
+        late = now
+        if stopping or not left:
+            break
     if dist.is_initialized():
         dist.all_reduce(sums)
     for module, training in modes:
         module.training = training
     total, count = sums.tolist()
-    return total, count
+    return None if stopping else (total, count)
 
 
 def warmup(step: int, steps: int) -> float:

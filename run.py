@@ -9,17 +9,19 @@
 """
 
 import codecs
+import functools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
@@ -107,7 +109,7 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
         with open(path, "rb") as file:
             config = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise mistake(f"--config {path}: {error}") from None
+        raise mistake(f"--config {path}: {error.strerror if isinstance(error, OSError) else error}") from None
     known = {param.name for param in ctx.command.params} - {"config"}
     for key in config:
         if key not in known:
@@ -188,10 +190,20 @@ def main(command: Callable[..., int], *args: Any) -> None:
         click.echo(f"Error: {error}", err=True)
         code = FAILED
     except Exception as error:
-        click.echo(f"Error on rank {rank}: {error}\n{traceback.format_exc()}", err=True)
+        text = out_of_memory(error) or f"{error}\n{traceback.format_exc()}"
+        click.echo(f"Error on rank {rank}: {text}", err=True)
         code = FAILED
-    sys.stdout.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)  # everything is written; taking torch down would take half a second
+
+
+def out_of_memory(error: Exception) -> str:
+    """What to say of an error if it is one for want of memory, be it the GPU's, this machine's or a limit's."""
+    text = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
+    wanting = re.search("out of memory|allocate memory|Cannot allocate|failed to map|can't start new thread", text)
+    less = "a higher --accum or --checkpoint-activations needs less"
+    return f"{text}; {less}" if wanting or isinstance(error, MemoryError) else ""
 
 
 def mistake(message: str) -> click.ClickException:
@@ -208,7 +220,7 @@ def users_mistakes() -> Iterator[None]:
     except ImportError as error:  # fsspec's are "Install s3fs to access S3"
         raise mistake(str(error).replace("Install ", "pip install ")) from error
     except (ValueError, OSError) as error:
-        raise mistake(str(error)) from error
+        raise mistake(said(error)) from error
 
 
 @contextmanager
@@ -217,15 +229,32 @@ def about(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{what}: {said(error)}") from error
 
 
-def or_one_line(training: Iterator[T], diverged: type[Exception], out: str) -> Iterator[T]:
-    """The same steps; if they diverge that is one line, and not a bug."""
+def reading(batches: Iterable[T], corpus: Any) -> Iterator[T]:
+    """The same batches; if their files change meanwhile, that is the user's mistake."""
+    import chardata
+
+    with users_mistakes():
+        yield from chardata.unchanged(batches, corpus)
+
+
+@contextmanager
+def a_last_line(diverged: type[Exception], out: str, finish: Callable[[], Any]) -> Iterator[None]:
+    """An end that is no bug is one line, said once `finish` has seen to what is still being written."""
+    import ckpt
+
     try:
-        yield from training
+        yield
+    except click.ClickException:
+        finish()
+        raise
     except diverged as error:
-        raise click.ClickException(f"{error}; the checkpoints in {out} are from before. Try a lower --lr") from error
+        finish()
+        last = ckpt.entries(out)[-1:]
+        saved = f"the last good checkpoint is {out}/{last[0].name}" if last else "there is no checkpoint yet"
+        raise click.ClickException(f"{error}; {saved}. Try a lower --lr") from error
 
 
 # ----------------------------------------------------------------------------------------------------- train
@@ -259,10 +288,7 @@ class Mark(NamedTuple):
 
 def train(o: SimpleNamespace, given: list[str]) -> int:
     """The whole job, on one rank; -> the exit code."""
-    import chardata
     import ddp_setup
-    import gpt
-    import loop
 
     with ExitStack() as stack:
         with users_mistakes():
@@ -271,41 +297,51 @@ def train(o: SimpleNamespace, given: list[str]) -> int:
             job = prepare(o, given, world)
         if job.start >= job.total:
             return say_finished(o, job, world)
-        share = {"rank": world.rank, "world_size": world.size}
-        steps = chardata.steps(
-            job.train, o.block_size, o.batch_size, accum=o.accum, seed=o.seed, start=job.start, **share
-        )
-        training = loop.train_(
-            job.model, job.optimizers, steps, gpt.loss,
-            start=job.start, dtype=job.dtype, scaler=job.scaler, seed=o.seed, stop=asked, clip=o.clip or math.inf,
-            lr_at=partial(loop.linear, total=job.total, warmup_steps=o.warmup, floor=o.min_lr / o.lr),
-        )  # fmt: skip
-        val_loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
-        for step, report in or_one_line(training, loop.Diverged, o.out):
-            last = report.stop or step == job.total
-            evaluating = bool(job.val) and not report.stop and (last or step % o.eval_every == 0)
-            if last or evaluating or step % o.log_every == 0:
-                mark = log_step(o, job, world, step, report, mark, val_loss)
+        stopped, written = go(o, job, world, asked)
+    if world.rank == 0 and not stopped:
+        say_sample(job)
+    return FAILED if not written else STOPPED if stopped else DONE
+
+
+def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> tuple[bool, bool]:
+    """Train, evaluate, save, log, up to the end or a stop; -> (whether it was stopped, whether the end is saved)."""
+    import chardata
+    import ddp_setup
+    import gpt
+    import loop
+
+    share = {"rank": world.rank, "world_size": world.size}
+    steps = chardata.steps(job.train, o.block_size, o.batch_size, accum=o.accum, seed=o.seed, start=job.start, **share)
+    training = loop.train_(
+        job.model, job.optimizers, reading(steps, job.corpus), gpt.loss,
+        start=job.start, dtype=job.dtype, scaler=job.scaler, seed=o.seed, stop=asked, clip=o.clip or math.inf,
+        lr_at=partial(loop.linear, total=job.total, warmup_steps=o.warmup, floor=o.min_lr / o.lr),
+    )  # fmt: skip
+    loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
+    with a_last_line(loop.Diverged, o.out, lambda: complain(writing)):
+        for step, report in training:
+            stopped, last = report.stop, step == job.total
+            evaluating = bool(job.val) and not stopped and (last or step % o.eval_every == 0)
+            if stopped or last or evaluating or step % o.log_every == 0:
+                mark = log_step(o, job, world, step, report, mark, loss)
             paused = time.perf_counter()
             if evaluating:
                 windows = chardata.every_window(job.val, o.block_size, o.batch_size, **share)
-                loss_sum, count = loop.evaluate(job.model, windows, gpt.loss, job.dtype)
-                val_loss = loss_sum / count
-                log_evaluation(o, world, step, val_loss)
+                sums = loop.evaluate(job.model, reading(windows, job.corpus), gpt.loss, job.dtype, stop=asked)
+                stopped = sums is None
+                loss = loss if stopped else log_evaluation(o, world, step, *sums)
             if writing and writing.done():
                 complain(writing)
                 writing = None
-            if last or step % o.save_every == 0:
-                writing = save(o, job, world, step, val_loss if evaluating else None, writing)
+            if stopped or last or (step % o.save_every == 0 and math.isfinite(report.loss + report.grad_norm)):
+                writing = save(o, job, world, step, loss if evaluating and not stopped else None, writing)
             mark = mark._replace(time=mark.time + time.perf_counter() - paused)
-            if last:
+            if stopped or last:
                 break
-        written = ddp_setup.from_rank_zero(lambda: complain(writing), world)
-        if world.rank == 0:
-            say_end(o, job, mark, val_loss, stopped=report.stop)
-    if world.rank == 0 and not report.stop:
-        say_sample(job)
-    return FAILED if not written else STOPPED if report.stop else DONE
+    written = ddp_setup.from_rank_zero(lambda: complain(writing), world)
+    if world.rank == 0:
+        say_end(o, job, mark, loss, stopped)
+    return stopped, written
 
 
 def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
@@ -449,35 +485,54 @@ def matmul_rate(device: Any, dtype: Any) -> float:
 
 
 def open_folder(o: SimpleNamespace, job: Job, world: Any, rejected: list[str]) -> None:
-    """First writes: config.json; metrics without the steps that will be done again; damaged files set aside."""
+    """First writes: the lock; config.json; metrics without the steps that will be done again; damaged files set aside."""
     import torch
 
     import ckpt
 
     if "://" not in o.out:
         os.makedirs(o.out, exist_ok=True)
+    ckpt.lock(o.out)  # and never let go
+    damaged = [line.split(":")[0] for line in rejected]
+    if not o.fresh and any(e.step > job.start and e.name not in damaged for e in ckpt.entries(o.out)):
+        raise ValueError("another run has written to it just now; start again to go on from there")
     if o.fresh:
         for entry in ckpt.entries(o.out):
             ckpt.remove(o.out, entry.name)
-    for line in rejected:
-        ckpt.set_aside(o.out, line.split(":")[0])
+    for name, line in zip(damaged, rejected):
+        ckpt.set_aside(o.out, name)
         click.echo(f"Warning: {line}; set aside, going on from step {job.start}", err=True)
-    try:
-        with opened(o.out, "metrics.jsonl", "r") as file:
-            lines = [line for line in file if line.endswith("}\n") and json.loads(line)["step"] <= job.start]
-    except FileNotFoundError:
-        lines = []
-    with opened(o.out, "metrics.jsonl", "w") as file:
-        file.writelines(lines if job.start else [])
+    write_whole(o.out, "metrics.jsonl", "".join(metrics_until(o.out, job.start)))
     ran_on = {"ranks": world.size, "device": str(world.device), "torch": torch.__version__, "peak_flops": job.peak}
-    with opened(o.out, "config.json", "w") as file:
-        json.dump({**vars(o), **ran_on}, file, indent=1)
+    write_whole(o.out, "config.json", json.dumps({**vars(o), **ran_on}, indent=1))
+
+
+def metrics_until(out: str, step: int) -> list[str]:
+    """The lines of metrics.jsonl up to a step; what a crash cut off or garbled is no line."""
+    lines = []
+    try:
+        with opened(out, "metrics.jsonl", "r") as file:
+            for line in file if step else []:
+                with suppress(ValueError, TypeError, KeyError):
+                    lines += [line] if line.endswith("\n") and json.loads(line)["step"] <= step else []
+    except FileNotFoundError:
+        pass
+    return lines
+
+
+def write_whole(out: str, name: str, text: str) -> None:
+    """Write a file of the out folder so that at any moment the old one or the new one is there."""
+    temporary = name if "://" in out else f".{name}"
+    with opened(out, temporary, "w") as file:
+        file.write(text)
+    if temporary != name:
+        os.replace(os.path.join(out, temporary), os.path.join(out, name))
 
 
 def opened(out: str, name: str, mode: str) -> Any:
     """A text file of the out folder, which may be a URL."""
     if "://" not in out:
-        return open(os.path.join(out, name), mode, encoding="utf-8")
+        return open(os.path.join(out, name), mode, encoding="utf-8", errors="replace")
     import fsspec
 
     return fsspec.open(f"{out}/{name}", mode, encoding="utf-8").open()
@@ -506,7 +561,7 @@ def complain(writing: Future | None) -> bool:
             writing.result()
         return True
     except OSError as error:
-        click.echo(f"Warning: checkpoint not written: {error}; those before it are untouched", err=True)
+        click.echo(f"Warning: checkpoint not written: {said(error)}; those before it are untouched", err=True)
         return False
 
 
@@ -541,28 +596,55 @@ def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, m
         + (f"  skipped {record['skipped']}" if "skipped" in record else "")
     )  # fmt: skip
     if not sys.stdout.isatty():
-        click.echo(text)
+        say(text)
         return new
     bar = "#" * (10 * step // job.total)
     text = (
         f"[{bar:-<10}] {step}/{job.total} loss {record['loss']:.3f}" + (f" val {val:.3f}" if val else "")
         + f" lr {report.lr:.0e} {rate / 1000:.1f}k tokens/s eta {clock(eta)}"
     )  # fmt: skip
-    click.echo(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", nl=False)
+    say(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", nl=False)
     return new
 
 
-def log_evaluation(o: SimpleNamespace, world: Any, step: int, val_loss: float) -> None:
+def log_evaluation(o: SimpleNamespace, world: Any, step: int, loss_sum: float, count: float) -> float:
+    """-> the loss."""
+    val_loss = loss_sum / count
     if world.rank == 0:
         write_metrics(o.out, {"step": step, "val_loss": val_loss, "seconds": round(time.perf_counter() - STARTED, 3)})
         if not sys.stdout.isatty():
-            click.echo(f"step {step}  validation loss {val_loss:.4f}")
+            say(f"step {step}  validation loss {val_loss:.4f}")
+    return val_loss
 
 
 def write_metrics(out: str, record: dict[str, Any]) -> None:
     finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no NaN
-    with opened(out, "metrics.jsonl", "a") as file:
-        file.write(json.dumps(finite) + "\n")
+    try:
+        with opened(out, "metrics.jsonl", "a") as file:
+            file.write(json.dumps(finite) + "\n")
+    except OSError as error:
+        warn_once(f"metrics not written: {said(error)}; training goes on")
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    click.echo(f"Warning: {text}", err=True)
+
+
+def said(error: Exception) -> str:
+    """An error's message, without the system's number for it."""
+    named = isinstance(error, OSError) and error.strerror
+    return f"{error.filename}: {error.strerror}" if named and error.filename else error.strerror if named else f"{error}"
+
+
+def say(text: str, nl: bool = True) -> None:
+    """Print; training does not end because its log is on a full disk."""
+    try:
+        click.echo(text, nl=nl)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        warn_once(f"output not written: {said(error)}; training goes on")
 
 
 def clock(seconds: float) -> str:

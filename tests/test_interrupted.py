@@ -87,7 +87,7 @@ def test_killed_again_and_again_it_ends_with_the_very_same_weights(undisturbed, 
     assert ran.code == 0 and ran.err == "", ran  # a write that was cut off never has the name of a checkpoint
     assert [step for step, _ in losses(tmp_path)] == list(range(1, 101))
     assert same_training(tmp_path, undisturbed(1))
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(undisturbed, tmp_path):
