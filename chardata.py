@@ -147,13 +147,18 @@ def unchanged(batches: Iterable[T], corpus: Corpus) -> Iterator[T]:
     """The same batches. OSError names a mapped file that was written to, cut, replaced or deleted meanwhile.
 
     What a map shows then is anybody's guess, and reading past the new end of a file that was cut kills the process
-    (SIGBUS): so each file is looked at before each batch is read, for a microsecond.
+    (SIGBUS): so each file is looked at, for a microsecond, just before a batch is read.
     """
+    _look_at(corpus.stamps)
     for batch in batches:
         yield batch
-        for stamp in corpus.stamps:
-            if not os.path.exists(stamp[0]) or _stamp(stamp[0]) != stamp:
-                raise OSError(f"{stamp[0]}: changed, or is gone, while it was being trained on")
+        _look_at(corpus.stamps)
+
+
+def _look_at(stamps: Iterable[tuple[str, int, int]]) -> None:
+    for stamp in stamps:
+        if not os.path.exists(stamp[0]) or _stamp(stamp[0]) != stamp:
+            raise OSError(f"{stamp[0]}: changed, or is gone, while it was being trained on")
 
 
 def _chunks(shard: np.ndarray, size: int = 1 << 22) -> Iterator[np.ndarray]:

@@ -53,13 +53,14 @@ class Program:
     environment of its own.
     """
 
-    def __init__(self, *args: object, launcher: list[str] = PYTHON, env: dict[str, str] = {}, seconds: float = 90):
+    def __init__(self, *args: object, launcher: list[str] = PYTHON, env: dict[str, str | None] = {}, seconds: float = 90):
         self.mark = f"TEST_PROGRAM={uuid.uuid4().hex}"  # every descendant inherits it, orphans too
         self.heard, self.hung = b"", False
         self.errors = tempfile.TemporaryFile()
         ours, theirs = socket.socketpair()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes its own minimum
         environment = {**ENVIRONMENT, **env, **dict([self.mark.split("=")])}
+        environment = {key: value for key, value in environment.items() if value is not None}
         with ours, theirs:
             if launcher is PYTHON and not env:
                 own = [*map(str, args)]
@@ -123,6 +124,12 @@ class Program:
             if line.startswith(what.encode()):
                 return
         pytest.fail(f"no line began with {what!r}: {self.finish()}")
+
+    def read_lines(self, count: int) -> None:
+        """Read that many lines, or what there is."""
+        while count and (line := self.lines.readline()):
+            self.heard += line
+            count -= line.startswith(b"step ")
 
     def finish(self) -> Ran:
         """Read on to the end of the program and of all that it started."""
@@ -273,11 +280,16 @@ def trials(request: pytest.FixtureRequest) -> Callable[..., None]:
     """trials(fault, trial, few, many): call trial(0), trial(1), ... `few` times, or, with -m torture, `many`.
 
     The number is the trial's seed, so that one that failed can be had again. `at_once` of them run side by side.
+    A trial can be `each` faults in a row.
     """
     torture = request.config.option.markexpr == "torture"
 
-    def run_all(fault: str, trial: Callable[[int], Any], few: int, many: int, at_once: int = 2) -> None:
+    def run_all(
+        fault: str, trial: Callable[[int], Any], few: int, many: int, *, each: int = 1, at_once: int = 2
+    ) -> None:
         count, failed, begun = many if torture else few, {}, time.monotonic()
+        if not count:
+            pytest.skip("takes long, so only with -m torture")
 
         def one(number: int) -> None:
             try:
@@ -288,10 +300,11 @@ def trials(request: pytest.FixtureRequest) -> Callable[..., None]:
 
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(one, range(count)))
-        request.config.stash[TABLE].append((fault, count, count - len(failed), time.monotonic() - begun))
+        request.config.stash[TABLE].append((fault, each * count, each * (count - len(failed)), time.monotonic() - begun))
         if failed:
             number, error = min(failed.items(), key=lambda item: item[0])
-            raise AssertionError(f"{len(failed)} of {count} trials failed, number {number} with: {error}") from error
+            which = f"{len(failed)} of {count} trials failed ({', '.join(map(str, sorted(failed)))})"
+            raise AssertionError(f"{which}, number {number} with: {error}") from error
 
     return run_all
 
