@@ -325,8 +325,9 @@ def steps(
         tokens = torch.from_numpy(gather(offset + order * block_size))  # (rows of all the group, T + 1)
         for size, mine in zip(sizes, tokens.split([b - a for a, b in shares])):
             if len(mine):
-                cuts = [_share(len(mine), i, accum) for i in range(accum)]
-                yield [_batch(mine[a:b]) for a, b in cuts if b > a], size * block_size
+                parts = min(accum, len(mine))
+                cuts = [_share(len(mine), i, parts) for i in range(parts)]
+                yield [_batch(mine[a:b]) for a, b in cuts], size * block_size
             else:
                 yield [_batch(torch.from_numpy(gather(np.array([offset]))))], 0
         start += len(group)

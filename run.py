@@ -37,7 +37,7 @@ PREFIX = "DDPKIT"
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 3  # exit codes
 
 _count, _from_zero, _seed = click.IntRange(1), click.IntRange(0), click.IntRange(0, 2**63 - 1)
-_positive = click.FloatRange(0, min_open=True)
+_positive, _factor = click.FloatRange(0, 1e15, min_open=True), click.FloatRange(0, 1e15)
 OPTIONS = {
     "Data": [
         click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
@@ -59,19 +59,19 @@ OPTIONS = {
         click.option("--steps", type=_count, help="Optimizer steps, if that ends first.  [default: no limit]"),
         click.option("--optimizer", type=click.Choice(["adamw", "muon"]), default="muon", help="muon: the blocks' matrices by Muon, the rest by AdamW."),
         click.option("--lr", type=_positive, default=6e-3, help="Peak learning rate."),
-        click.option("--min-lr", type=click.FloatRange(0), default=0.0, help="Where its decay ends."),
+        click.option("--min-lr", type=_factor, default=0.0, help="Where its decay ends."),
         click.option("--warmup", type=_from_zero, default=20, help="Steps to the peak."),
-        click.option("--weight-decay", type=click.FloatRange(0), default=0.1, help="Of matrices."),
-        click.option("--clip", type=click.FloatRange(0), default=1.0, help="Largest gradient norm; 0: any."),
+        click.option("--weight-decay", type=_factor, default=0.1, help="Of matrices."),
+        click.option("--clip", type=_factor, default=1.0, help="Largest gradient norm; 0: any."),
         click.option("--accum", type=_count, default=1, help="Parts that each rank's share of a batch is computed in, to fit memory."),
     ],
     "Machine": [
-        click.option("--spawn", type=_from_zero, is_flag=False, flag_value=0, metavar="[N]", help="Start N processes here; without N one per GPU, or per core."),
+        click.option("--spawn", type=click.IntRange(0, 1024), is_flag=False, flag_value=0, metavar="[N]", help="Start N processes here; without N one per GPU, or per core."),
         click.option("--device", default="auto", metavar="auto|cpu|cuda|mps"),
         click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Of the arithmetic; weights stay float32."),
         click.option("--compile/--no-compile", default=None, help="torch.compile the blocks.  [default: on CUDA]"),
         click.option("--checkpoint-activations", is_flag=True, help="Recompute blocks in the backward pass, to save memory."),
-        click.option("--timeout", type=_positive, default=600.0, help="Seconds that the ranks wait for one another."),
+        click.option("--timeout", type=click.FloatRange(0, 1e7, min_open=True), default=600.0, help="Seconds that the ranks wait for one another."),
     ],
     "Output": [
         click.option("--out", default="out", metavar="FOLDER", help="Where checkpoints and metrics go: a folder or an fsspec URL."),
@@ -133,6 +133,7 @@ def cli(ctx: click.Context, **options: Any) -> None:
     Started again with the same --out it goes on where it stopped. Every flag can also be an environment
     variable (DDPKIT_BATCH_SIZE) or a line in a --config file; the command line wins.
     """
+    check_finite(options)
     if ctx.invoked_subcommand is None:
         default = click.core.ParameterSource.DEFAULT
         given = [name for name in options if ctx.get_parameter_source(name) is not default]
@@ -159,6 +160,13 @@ def check_environment() -> None:
     for name in os.environ:
         if name.startswith(f"{PREFIX}_") and name not in known:
             raise mistake(f"environment variable {name}: there is no such flag")
+
+
+def check_finite(options: dict[str, Any]) -> None:
+    """click's ranges let nan through."""
+    for name, value in options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise mistake(f"--{name.replace('_', '-')} {value}: needs a number that is finite")
 
 
 def launch(o: SimpleNamespace, given: list[str]) -> int:
@@ -333,10 +341,14 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
             if writing and writing.done():
                 complain(writing)
                 writing = None
-            if stopped or last or (step % o.save_every == 0 and math.isfinite(report.loss + report.grad_norm)):
+            ending = stopped or last
+            saving = ending or (step % o.save_every == 0 and math.isfinite(report.grad_norm))
+            if saving and math.isfinite(report.loss):
                 writing = save(o, job, world, step, loss if evaluating and not stopped else None, writing)
+            elif ending:  # with weights that are not worth keeping
+                raise loop.Diverged(f"the loss is {float(report.loss)} at step {step}")
             mark = mark._replace(time=mark.time + time.perf_counter() - paused)
-            if stopped or last:
+            if ending:
                 break
     written = ddp_setup.from_rank_zero(lambda: complain(writing), world)
     if world.rank == 0:
@@ -372,7 +384,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     n = chardata.length(shards)
     with about(f"--data {o.data}"):
         per_epoch = chardata.steps_per_epoch(n, o.block_size, o.batch_size)
-    check(o, world, chardata.length(val))
+    check(o, world, corpus.vocab, chardata.length(val))
 
     config = gpt.Config(corpus.vocab, o.block_size, o.layers, o.heads, o.embd, o.dropout, o.arch)
     bare = gpt.build(config, o.seed, o.checkpoint_activations)
@@ -428,14 +440,30 @@ def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> N
             )
 
 
-def check(o: SimpleNamespace, world: Any, val_tokens: int) -> None:
+def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
     """What no single flag can know of the others."""
     if o.batch_size < world.size:
         raise ValueError(f"--batch-size {o.batch_size} is smaller than the {world.size} ranks that share it")
     if o.min_lr > o.lr:
         raise ValueError(f"--min-lr {o.min_lr} is higher than --lr {o.lr}")
+    parameters = o.layers * 12 * o.embd**2 + 2 * vocab * o.embd
+    needed, there = 12e-9 * parameters, memory(world.device) / 1e9  # weights, gradients, one moment at least
+    if needed > there:
+        raise ValueError(
+            f"--layers {o.layers} --embd {o.embd}: {parameters:,} parameters need {needed:,.0f} GB to be trained; "
+            f"{world.device} has {there:,.0f} GB"
+        )
     if o.val_fraction and val_tokens < 2:
         raise ValueError(f"--val-fraction {o.val_fraction} leaves {val_tokens} tokens; 2 are needed, or none")
+
+
+def memory(device: Any) -> int:
+    """Bytes that the device has in all."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def make_optimizers(model: Any, o: SimpleNamespace) -> list[Any]:
@@ -733,6 +761,7 @@ def sample_command(ctx: click.Context, **options: Any) -> None:
     \b
       python run.py sample --prompt "The " --tokens 200
     """
+    check_finite(options)
     ctx.exit(sample(SimpleNamespace(**options)))
 
 

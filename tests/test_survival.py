@@ -11,15 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
 from conftest import (
-    PYTHON, ROOT, TINY, Program, Ran, checkpoints, losses, metrics, run, same, same_training, state, torchrun, wait_for,
+    PYTHON, ROOT, TABLE, TINY, Program, Ran, checkpoints, losses, metrics, run, same, same_training, state, torchrun, wait_for,
 )  # fmt: skip
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import loop
@@ -377,3 +381,97 @@ def test_strange_places(trials, flags, undisturbed, text, tmp_path):
         assert same_training(done, undisturbed(1)), (name, ran)
 
     trials("strange clock, host, paths, environment, limits", trial, 3, len(PLACES))
+
+
+# ------------------------------------------------------------------------------------------------ nonsense
+
+WHOLE = ["0", "1", "2", "-1", "3.5", "1e3", "0x10", "1_0", "٣", "²", "", " ", "nan", "None", "9" * 30, f"{2**63}", f"-{2**64}"]
+REAL = [*WHOLE, "0.5", "1e-320", "1e308", "1e309", "-0.0", "inf", "-inf", "1,5", "1e", "٠.٥"]
+NAMES = ["", "/dev/null", "/dev/null/x", "/dev/zero", "/proc/self/mem", "/proc/x", "/", ".", "no*such", "[", "~", "\udcff", "://", "s3://", "file://", "http://[", "memory://a", "README.md", "-", "--"]  # fmt: skip
+OFTEN = {"config": NAMES, "data": NAMES, "device": ["", "cpu", "cuda", "cuda:9", "mps", "CPU", "tpu", "meta"]}
+DEAR = {"steps": 3, "layers": 3, "embd": 64, "spawn": 0, "tokens": 9}  # the largest value that is still quickly done
+
+
+def nonsense(command: click.Command) -> Any:
+    """Arguments for a command: its flags, with values of right and wrong types, in and out of range."""
+
+    def flag(param: click.Parameter) -> Any:
+        name = st.just(param.opts[0])
+        if param.name == "compile":  # takes half a minute where it is meant
+            return st.tuples(st.just("--no-compile"))
+        if param.name == "out":
+            return st.tuples(name, st.sampled_from(["", "/dev/null", "/dev/null/x", "/proc/x", "/proc/self/fd/1"]))
+        values = OFTEN.get(param.name, [*REAL, *getattr(param.type, "choices", [])])
+        value = st.sampled_from(values) | st.integers().map(str) | st.floats().map(str) | st.text(max_size=4)
+        return st.tuples(name, value.map(lambda text: text.replace("\0", "").encode("utf-8", "replace").decode()).filter(partial(cheap, param.name)))
+
+    flags = st.one_of([flag(param) for param in command.params])
+    rubbish = st.text(min_size=1, max_size=6).map(lambda text: (text.replace("\0", "").encode("utf-8", "replace").decode(),))
+    return st.lists(flags | flags | flags | rubbish, max_size=5).map(lambda pairs: [word for pair in pairs for word in pair])
+
+
+def cheap(name: str, text: str) -> bool:
+    """Not a value that is right and takes long."""
+    try:
+        return name not in DEAR or not DEAR[name] < float(text) < 10**9
+    except ValueError:
+        return True
+
+
+def test_nonsense_flags(request, flags, text, tmp_path):
+    """Done, or a mistake named in one line before anything was written."""
+    import run as program
+
+    count = 2000 if request.config.option.markexpr == "torture" else 15
+    commands = {"": program.cli, **program.cli.commands}
+    trained, began, seen = tmp_path / "trained", time.monotonic(), 0
+    assert run(*TINY, "--data", text, "--steps", 2, "--out", trained).code == 0
+
+    @settings(max_examples=count, deadline=None, derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
+    @given(st.data())
+    def trial(data: Any) -> None:
+        nonlocal seen
+        seen += 1
+        name = data.draw(st.sampled_from([*commands, "", "", ""]))
+        out = tmp_path / f"{seen}"
+        start = [name, "--out", trained] if name else [*TINY, "--data", text, "--out", out, "--steps", 2]
+        before = {*ROOT.glob("[!.]*")}
+        ran = run(*start, *data.draw(nonsense(commands[name])))
+        assert "Traceback" not in ran.err, ran
+        assert ran.code in (0, 2) or (ran.code == 1 and "the loss is" in ran.err), ran
+        if ran.code == 2:
+            assert ran.err.startswith("Error: ") and ran.err.count("\n") == 1 and ran.out == "", ran
+            assert not out.exists(), ran
+        assert {*ROOT.glob("[!.]*")} == before, ran
+
+    trial()
+    request.config.stash[TABLE].append(("nonsense flags, by hypothesis", seen, seen, time.monotonic() - began))
+
+
+# ------------------------------------------------------------------------------------------------ for a long time
+
+
+def test_a_million_steps_leave_nothing_behind(request):
+    """Memory, handles, threads: after a tenth of the steps what they are at the end."""
+    steps, began = 1_000_000 if request.config.option.markexpr == "torture" else 3_000, time.monotonic()
+    model = nn.Linear(4, 1)
+    batches = ([(torch.ones(2, 4), torch.zeros(2, 1))] for _ in range(steps))
+    taken = []
+    for step, report in loop.train_(model, [torch.optim.SGD(model.parameters(), 1e-3)], zip(batches, iter(lambda: 2, 0)), squares):
+        if step in (steps // 10, steps):
+            taken.append(resources())
+    assert step == steps and report.loss.isfinite()
+    (memory, *others), (memory_then, *others_then) = taken
+    assert others == others_then and memory_then < memory + 4, taken  # MB; one float a step would be 24
+    request.config.stash[TABLE].append(("steps of a one-layer model, all flat", steps, steps, time.monotonic() - began))
+
+
+def squares(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    x, y = batch
+    return (model(x) - y).square().sum(), len(x)
+
+
+def resources() -> tuple[float, int, int]:
+    """MB resident, open handles, threads, of this process."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
