@@ -19,12 +19,15 @@ import hashlib
 import math
 import os
 import pickle
+import pickletools
 import re
 import shutil
 import socket
+import struct
 import tempfile
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -36,6 +39,10 @@ from torch import Tensor, nn
 T = TypeVar("T")
 NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})\.pt")
 TEMPORARY = ".saving-"
+PLAIN = re.compile(  # what a pickle of tensors and builtins needs by name
+    r"collections OrderedDict|torch (Size|device|\w+Storage|b?(float|bool|complex|u?int)\w*)|torch\.storage UntypedStorage"
+    r"|torch\._utils _rebuild_(tensor_v[23]|parameter)|__builtin__ (set|complex)"
+)
 
 
 class Entry(NamedTuple):
@@ -87,21 +94,29 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
     """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
+        get_optimizer_state_dict,
         set_model_state_dict,
         set_optimizer_state_dict,
     )
 
     if dist.is_initialized() and dist.get_rank():
         state = {}
+    fresh = []  # what each optimizer's state is like: torch makes a fresh one take a step, of no length, to show it
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state
+        optimizer.state.clear()
+        fresh.append(get_optimizer_state_dict(model, optimizer)["state"])
     verdict: list[Any] = [None, None]  # what is wrong with the state, and which optimizers it has moments of
     if state:
         try:
             check(state, model)
             if len(state["optimizers"]) != len(optimizers):
                 raise ValueError(f"{len(state['optimizers'])} optimizers in the checkpoint, {len(optimizers)} here")
+            for saved, ours in zip(state["optimizers"], fresh):
+                _check_moments(saved.get("state", {}), ours)
             verdict[1] = [bool(saved) for saved in state["optimizers"]]
-        except ValueError as error:
-            verdict[0] = str(error)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            verdict[0] = str(error) if isinstance(error, ValueError) else f"not a snapshot: {error!r}"
     grouped = dist.is_initialized()
     if grouped:
         dist.broadcast_object_list(verdict)
@@ -111,7 +126,6 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
     set_model_state_dict(model, dict(state.get("model", {})), options=options)  # a copy: torch renames in it
     options = dataclasses.replace(options, strict=False)  # a parameter that never had a gradient has no moments
     for optimizer, saved, used in zip(optimizers, state.get("optimizers") or [{}] * len(optimizers), verdict[1]):
-        optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state
         if not used:
             optimizer.state.clear()
             continue
@@ -139,17 +153,29 @@ def check(state: dict[str, Any], model: nn.Module) -> None:
             raise ValueError(f"{name} is {a[0]} {a[1]} in the checkpoint, {b[0]} {b[1]} in the model")
 
 
+def _check_moments(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """ValueError unless each parameter has the moments, shapes and types of `ours`: fused kernels do not look."""
+
+    def shapes(moments: dict[str, Any]) -> dict[str, Any]:
+        return {key: (tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for key, t in moments.items()}
+
+    for name, moments in theirs.items():
+        if name not in ours or moments and shapes(moments) != shapes(ours[name]):
+            raise ValueError(f"the optimizer's state of {name} is not one of this model and optimizer")
+
+
 # ------------------------------------------------------------------------------------------- state <-> file
 
 
 def save(folder: str, state: dict[str, Any], step: int, loss: float | None = None) -> Entry:
     """Write `state` as a checkpoint that is whole and durable when this returns. OSError if it cannot be.
 
+    ValueError if it holds anything but tensors, builtins and what describes tensors, which `load` would refuse.
     For rank 0 alone. Only reads `state`, so it can run in a thread beside the training.
     """
     if "://" in folder:
         return _save_remote(folder, state, step, loss)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     temporary = os.path.join(folder, f"{TEMPORARY}{os.getpid()}")
     try:
         with open(temporary, "w+b") as file:
@@ -184,12 +210,23 @@ def _write(state: dict[str, Any], file: BinaryIO) -> None:
         torch.save(state, file)
     except RuntimeError as error:  # torch's writer, on its way out, hides what stopped it: a full disk
         raise error.__context__ if isinstance(error.__context__, OSError) else error
+    if wrong := _forged(file):  # better known now than when it is needed
+        raise ValueError(f"the state could not be loaded again: {wrong}")
 
 
 def _entry(step: int, loss: float | None, digest: str) -> Entry:
     known = loss is not None and math.isfinite(loss)
     name = f"step-{step:08d}" + (f"-loss-{loss:.4f}" if known else "") + f"-{digest}.pt"
     return Entry(step, round(loss, 4) if known else None, digest, name)
+
+
+def make_folder(folder: str) -> None:
+    """As os.makedirs, but durable: a checkpoint is lost if the folder that it is in is."""
+    folder = os.path.abspath(folder)
+    if not os.path.isdir(folder):
+        make_folder(os.path.dirname(folder))
+        os.makedirs(folder, exist_ok=True)
+        _fsync_folder(os.path.dirname(folder))
 
 
 def _fsync_folder(folder: str) -> None:
@@ -242,21 +279,65 @@ def load(folder: str, entry: Entry) -> dict[str, Any]:
     with _open(folder, entry.name) as file:
         if digest(file) != entry.digest:
             raise ValueError("damaged: the content does not have the digest that the name tells")
-        file.seek(0)
         try:
+            wrong = _forged(file)
+            file.seek(0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                state = torch.load(file, map_location="cpu", weights_only=True)
+                state = None if wrong else torch.load(file, map_location="cpu", weights_only=True)
+            wrong = wrong or _inflated(state)
         except pickle.UnpicklingError:
-            raise ValueError("not a checkpoint: it is not just tensors and plain values") from None
+            wrong = "it is not just tensors and plain values"
         except Exception as error:  # whatever a file can make it raise
-            raise ValueError(f"not a checkpoint: {' '.join(repr(error).split()[:20])}") from None
+            wrong = " ".join(repr(error).split()[:20])
+    if wrong:
+        raise ValueError(f"not a checkpoint: {wrong}")
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError("not a checkpoint: there is no state dict under 'model'")
     for name, value in state["model"].items():
         if isinstance(value, Tensor) and value.isnan().any():
             raise ValueError(f"worthless: {name} has numbers that are not (NaN)")
     return state
+
+
+def _forged(file: BinaryIO) -> str:
+    """Why a file, which may be anybody's, must not be given to torch.load, or "".
+
+    It would allocate what a compressed record claims to become, and call what is harmless, bytearray(10**12) too. What
+    torch.save writes is a zip of uncompressed records that ends in 98 known bytes: then whoever reads it, zipfile here
+    and C++ there, finds the same records.
+    """
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - 98))
+    last = file.read()
+    locator = struct.pack("<4sIQI4s", b"PK\6\7", 0, end - 98, 1, b"PK\5\6")
+    if len(last) < 98 or last[56:80] != locator or last[96:] != b"\0\0":
+        return "not a zip that torch.save wrote"
+    file.seek(0)
+    if file.read(4) != b"PK\3\4" or sum(struct.unpack("<QQ", last[40:56])) != end - 98:
+        return "a zip with something before or after it"
+    with zipfile.ZipFile(file) as archive:
+        records = {record.filename.split("/", 1)[-1].lower(): record for record in archive.infolist()}
+        size = sum(math.inf if record.compress_type else record.file_size for record in archive.infolist())
+        if size > end or len(records) < len(archive.infolist()):
+            return "its records are compressed, or overlap"
+        for op, what, _ in pickletools.genops(archive.read(records["data.pkl"])):
+            if op.name in ("INST", "OBJ", "STACK_GLOBAL") or op.name == "GLOBAL" and not PLAIN.fullmatch(what):
+                return f"it needs {what or op.name}, and is not just tensors and plain values"
+    return ""
+
+
+def _inflated(state: Any) -> str:
+    """What is wrong if a tensor anywhere in `state` claims, by its strides, more numbers than it has, or ""."""
+    seen, left = set(), [state]
+    while left:  # no recursion: however deep somebody made it, or if it is in itself
+        value = left.pop()
+        if isinstance(value, Tensor) and value.nbytes > value.untyped_storage().nbytes():
+            return f"a tensor of shape {tuple(value.shape)} is only {value.untyped_storage().nbytes()} bytes"
+        if isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return ""
 
 
 def prune(folder: str, keep: int) -> None:
@@ -328,7 +409,7 @@ def set_aside(folder: str, name: str) -> None:
 
 
 def remove(folder: str, name: str) -> None:
-    """Delete one file of `folder`; no error if somebody did so before."""
+    """Delete one file of `folder`; no error if somebody did so before. A folder is not ours to delete: set aside."""
     try:
         if "://" in folder:
             fs, path = _filesystem(folder)
@@ -337,11 +418,16 @@ def remove(folder: str, name: str) -> None:
             os.unlink(os.path.join(folder, name))
     except FileNotFoundError:
         pass
+    except (IsADirectoryError, PermissionError):  # the second is what macOS says
+        set_aside(folder, name)
 
 
 def _open(folder: str, name: str) -> Any:
     if "://" not in folder:
-        return open(os.path.join(folder, name), "rb")
+        path = os.path.join(folder, name)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError("not a file")  # a pipe or a device might never end
+        return open(path, "rb")
     fs, path = _filesystem(folder)
     return fs.open(f"{path}/{name}", "rb")
 
