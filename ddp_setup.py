@@ -11,6 +11,7 @@ for it, and only the first failure is reported: what it causes on the other rank
 """
 
 import ctypes
+import math
 import os
 import re
 import signal
@@ -19,17 +20,20 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import nn
+PARENT = os.getppid()  # first, as it can end during the second that torch takes
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from torch import nn  # noqa: E402
 
 T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -127,6 +131,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     goes on with its own exception; the others end with SystemExit(1) and nothing to say.
     """
     here = place()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _die_with(PARENT)  # an agent that is killed leaves its workers behind, if they do not see to it themselves
     if here.size == 1:
         yield World(0, 0, 1, 1, _device(device, here))
         return
@@ -144,10 +150,13 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             device_id=chosen if chosen.type == "cuda" else None,  # bound: the communicator starts at once
         )
         yield World(here.rank, here.local_rank, here.size, here.local_size, chosen)
+        dist.destroy_process_group()
     except Exception as error:
-        _fail(error, here, dist.PrefixStore("failure", store))
+        _fail(error, here, dist.PrefixStore("failure", store), timeout)
         raise
-    dist.destroy_process_group()
+    with suppress(dist.DistError):  # whoever serves the store may be gone already
+        if here.served:
+            store.set(f"left {here.rank}", "")
     # DDP keeps the group's threads. One that lets go of a Python object while Python shuts down aborts the process
     # ("terminate called without an active exception", torch 2.13), so leave them the GIL for a moment.
     time.sleep(0.1)
@@ -178,37 +187,73 @@ def cores() -> int:
 
 
 def _store(here: Place, timeout: float) -> dist.Store:
-    """What all ranks share; apart for each restart by torchrun, whose store can outlive the workers."""
+    """What all ranks share, without what an earlier start of theirs has left in it."""
     serve = here.rank == 0 and not here.served
+    outlives = here.served and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent, which restarts its workers
     limit = timedelta(seconds=timeout)
     try:
         store = dist.TCPStore(here.address, here.port, here.size, serve, limit, multi_tenant=True)
+        return dist.PrefixStore(_meet(store, here, timeout) if outlives else "0", store)
     except dist.DistError as error:
         where = f"{here.address}:{here.port}"
         raise ConnectionError(f"rank {here.rank}: not all {here.size} ranks met at {where} ({error})") from error
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
-def _fail(error: Exception, here: Place, failures: dist.Store) -> None:
+def _meet(store: dist.Store, here: Place, timeout: float) -> str:
+    """A name for this start of the ranks, new each time, from rank 0.
+
+    TORCHELASTIC_RESTART_COUNT is none: every agent counts its own (pytorch issues 108158 and 135712). So each rank
+    asks under a name that nobody had before, and rank 0 answers whoever asks until all have their answer.
+    """
+    name, end = uuid.uuid4().hex, time.monotonic() + timeout
+    if here.rank:
+        store.set(f"asks {here.rank}", name)
+        name = store.get(f"answer {name}").decode()
+        store.set(f"{name}/met {here.rank}", "")
+        return name
+    while missing := [rank for rank in range(1, here.size) if not store.check([f"{name}/met {rank}"])]:
+        if time.monotonic() > end:
+            raise ConnectionError(f"no answer from rank {', '.join(map(str, missing))} (timed out after {timeout:g} s)")
+        for rank in missing:
+            if store.check([f"asks {rank}"]):  # perhaps long ago
+                store.set(f"answer {store.get(f'asks {rank}').decode()}", name)
+        time.sleep(0.02)
+    return name
+
+
+def _fail(error: Exception, here: Place, failures: dist.Store, timeout: float) -> None:
     """Return on the rank that failed first; SystemExit on the others; ConnectionError names who is missing."""
-    bare = isinstance(error, RuntimeError) and re.search(  # which is all that gloo raises
-        "gloo|Connection (closed|reset)|Application timeout caused pair closure", str(error)
-    )
-    lost = bare or isinstance(error, dist.DistError)
+    lost = _lost(error, timeout)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename != __file__]
+    at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the start"
     try:
         failures.set_timeout(timedelta(seconds=5))
-        failures.set(f"{here.rank}", "failed")
+        failures.set(f"{here.rank}", at)
         if lost:
-            time.sleep(2)  # it is a consequence: whoever knows the cause, a rank or the launcher, speaks first
+            time.sleep(1)  # it is a consequence: whoever knows the cause, a rank or the launcher, speaks first
         first = failures.add("reported", 1) == 1
-        silent = [rank for rank in range(here.size) if not failures.check([f"{rank}"])]
+        lines = {r: failures.get(f"{r}").decode() for r in range(here.size) if failures.check([f"{r}"])}
     except dist.DistError:
-        first, silent = True, [0]  # which served the store
+        first, lines = True, dict.fromkeys(range(1, here.size), "")  # rank 0 served the store
     if not first:
         raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
+    silent = ", ".join(f"{rank}" for rank in range(here.size) if rank not in lines)
     if lost and silent:
-        who = ", ".join(map(str, silent))
-        raise ConnectionError(f"no answer from rank {who} ({str(error).splitlines()[0]})") from error
+        raise ConnectionError(f"no answer from rank {silent} ({lost})") from error
+    if lost and len({*lines.values()}) > 1:
+        waiting = ", ".join(f"rank {rank} at {line}" for rank, line in lines.items())
+        raise ConnectionError(f"the ranks wait for one another, {waiting} ({lost})") from error
+
+
+def _lost(error: Exception, timeout: float) -> str:
+    """In what way this error says that another rank was lost; "" if it is about something else."""
+    text = str(error)
+    gloos = "gloo|Connection (closed|reset)|Application timeout caused pair closure"  # bare RuntimeErrors, all of them
+    if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and re.search(gloos, text)):
+        return ""
+    if re.search("timed? ?out", text, re.IGNORECASE):
+        return f"timed out after {timeout:g} s"
+    return "connection closed" if re.search("closed|reset|broken", text, re.IGNORECASE) else text.splitlines()[0]
 
 
 # --------------------------------------------------------------------------------------------------- agree
@@ -293,12 +338,13 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 # --------------------------------------------------------------------------------------------------- spawn
 
 
-def spawn(fn: Callable[..., None], size: int, *args: Any) -> int:
+def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
     """Run fn(*args) as `size` ranks on this machine, as torchrun would; -> the exit code, 0 if all had 0.
 
     The parent serves the store, on a port that the system gives and only this machine can reach. It passes
-    a stop signal on; when a rank fails the others get 3 seconds and are then killed. Children die with their
-    parent (on Linux, even if it is killed). ChildProcessError if a rank was killed by a signal.
+    a stop signal on; when a rank fails the others get 3 seconds and are then killed, and once one has ended well
+    they get `timeout` seconds. Children die with their parent (on Linux, even if it is killed). ChildProcessError
+    if a rank was killed by a signal, did not end, or left the group with an exit code but without an exception.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -312,23 +358,34 @@ def spawn(fn: Callable[..., None], size: int, *args: Any) -> int:
             children = mp.spawn(_child, (os.getpid(), port, size, fn, args), size, join=False).processes
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        first = _watch(children, asked)
-    if first is not None and first[1] < 0:
-        if dist.PrefixStore("0/failure", store).add("reported", 1) == 1:
-            raise ChildProcessError(f"rank {first[0]} was killed by {signal.Signals(-first[1]).name}")
-        return 1
-    return first[1] if first else 0
+        first = _watch(children, asked, timeout)
+    if first is None:
+        return 0
+    rank, code = first
+    if code is None:
+        told = f"did not end, {timeout:g} s after another had"
+    elif code < 0:
+        told = f"was killed by {signal.Signals(-code).name}"
+    elif all(child.exitcode == code for child in children) or store.check([f"0/left {rank}"]):
+        return code  # so they agreed, or it failed after it had left the group, and has said so itself
+    else:
+        told = f"ended with exit code {code}"
+    if dist.PrefixStore("0/failure", store).add("reported", 1) == 1:
+        raise ChildProcessError(f"rank {rank} {told}")
+    return max(1, code or 1)
 
 
-def _watch(children: list[Any], asked: Callable[[], bool]) -> tuple[int, int] | None:
-    """Until all have ended; -> (rank, exit code) of the first that failed."""
-    first, told, deadline = None, False, float("inf")
+def _watch(children: list[Any], asked: Callable[[], bool], timeout: float) -> tuple[int, int | None] | None:
+    """Until all have ended; -> (rank, exit code) of the first that failed, with None for one that did not end."""
+    first, told, deadline = None, False, math.inf
     while True:
         codes = [child.exitcode for child in children]  # one look a round: all is decided on it
         running = [child for child, code in zip(children, codes) if code is None]
         if first is None and any(codes):
             first = next((rank, code) for rank, code in enumerate(codes) if code)
             deadline = time.monotonic() + (3 if first[1] > 0 else 0)
+        elif 0 in codes and deadline == math.inf:
+            deadline = time.monotonic() + timeout
         if not running:
             return first
         if asked() and not told:
@@ -336,16 +393,14 @@ def _watch(children: list[Any], asked: Callable[[], bool]) -> tuple[int, int] | 
             for child in running:
                 child.terminate()
         if time.monotonic() >= deadline:
+            first = first or (codes.index(None), None)
             for child in running:
                 child.kill()
         wait([child.sentinel for child in running], timeout=0.1)
 
 
 def _child(rank: int, parent: int, port: int, size: int, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
+    _die_with(parent)
     os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}", TORCHELASTIC_USE_AGENT_STORE="True")
     try:
@@ -353,3 +408,11 @@ def _child(rank: int, parent: int, port: int, size: int, fn: Callable[..., None]
     except Exception:  # only the first rank to fail comes here with one
         print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the process that started this one ends, on Linux; end at once if it already has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
