@@ -475,3 +475,100 @@ def resources() -> tuple[float, int, int]:
     """MB resident, open handles, threads, of this process."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     return resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+# ------------------------------------------------------------------------------------------------ all of it at once
+
+
+def a_rank_dies(program: Program, out: Path) -> None:
+    kill((program.children() or [0])[-1] or program.process.pid, signal.SIGKILL)
+
+
+def the_parent_dies(program: Program, out: Path) -> None:
+    program.process.kill()
+
+
+def it_is_asked_to_stop(program: Program, out: Path) -> None:
+    program.process.terminate()
+
+
+def a_rank_is_held_up(program: Program, out: Path) -> None:
+    for pid in program.children()[:1]:
+        kill(pid, signal.SIGSTOP)
+        time.sleep(3)
+        kill(pid, signal.SIGCONT)
+    it_is_asked_to_stop(program, out)
+
+
+def the_disk_is_full(program: Program, out: Path) -> None:
+    filler = out.parent / "filler"
+    try:
+        with open(filler, "wb") as file:
+            while file.write(bytes(1 << 20)):
+                file.flush()
+    except OSError:
+        program.read_lines(30)
+    filler.unlink()
+    it_is_asked_to_stop(program, out)
+
+
+def the_newest_checkpoint_rots(program: Program, out: Path) -> None:
+    program.process.kill()
+    program.finish()
+    for path in checkpoints(out)[-1:]:
+        with open(path, "r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+def a_second_run_comes(program: Program, out: Path) -> None:
+    assert run("--out", out).code == 2 or program.process.poll() is not None
+    it_is_asked_to_stop(program, out)
+
+
+FATE = [a_rank_dies, the_parent_dies, it_is_asked_to_stop, a_rank_is_held_up, the_disk_is_full, the_newest_checkpoint_rots, a_second_run_comes]  # fmt: skip
+
+
+def assert_same(out: Path, whole: Path) -> None:
+    """As same_training, but that a full disk may have cost lines of metrics."""
+    ours, theirs = state(out), state(whole)
+    assert ours["config"] == theirs["config"]
+    assert {*losses(out)} <= {*losses(whole)}
+    assert all(same(ours[key], theirs[key]) for key in ("model", "optimizers", "step"))
+
+
+def test_soak(request, tmp_path):
+    """The default model on two ranks for half an hour, on a small disk, and every fault at random."""
+    if request.config.option.markexpr != "torture":
+        pytest.skip("takes half an hour, so only with -m torture")
+    whole, disk = tmp_path / "whole", tmp_path / "disk"
+    out, chance, met, finished = disk / "out", random.Random(0), 0, 0
+    command = ["--spawn", 2, "--epochs", 2, "--save-every", 20, "--log-every", 1]
+    assert run(*command, "--out", whole, seconds=900).code == 0
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120m", "tmpfs", disk], check=True)
+    try:
+        began = time.monotonic()
+        while time.monotonic() < began + 30 * 60 or met == 0:
+            with Program(*command, "--out", out, seconds=300) as program:
+                program.read_lines(chance.randint(0, 200))
+                time.sleep(chance.uniform(0, 3))
+                chance.choice(FATE)(program, out)
+                ran = program.finish()
+            met += 1
+            assert "Traceback" not in ran.err, ran
+            for path in out.glob("*.damaged"):
+                path.unlink()
+            if ran.code == 0:
+                finished += 1
+                assert_same(out, whole)
+                shutil.rmtree(out)
+        ran = run(*command, "--out", out, seconds=900)
+        assert ran.code == 0, ran
+        assert_same(out, whole)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    fault = f"soak: the default run on two ranks, all at random, {finished + 1} runs to their end"
+    request.config.stash[TABLE].append((fault, met, met, time.monotonic() - began))
