@@ -367,6 +367,7 @@ def twice_there(raw: bytes) -> bytes:
 HONEST = {"model": {"w": torch.ones(3)}}
 THREE, MANY = b"K\x03", b"J" + struct.pack("<i", BOMB // 4)
 W = torch.ones(20_000)
+NEST = b"\x80\x02}(X\5\0\0\0model}X\1\0\0\0x" + b"]" * 100_000 + b"a" * 99_999 + b"u."
 FORGED: dict[str, tuple[Callable[[Path], bytes], str]] = {  # -> content, what is said of it
     "code": (lambda p: torch_saved({**HONEST, "x": Calls(os.mkdir, f"{p}")}), "it needs posix mkdir"),
     "code in a bare pickle": (lambda p: pickle.dumps({**HONEST, "x": Calls(os.mkdir, f"{p}")}), "not a zip"),
@@ -396,9 +397,7 @@ FORGED: dict[str, tuple[Callable[[Path], bytes], str]] = {  # -> content, what i
     "more than there is": (lambda p: edited(THREE + b"\x85", MANY + b"\x85"), "Runtime"),
     "a storage larger than its record": (lambda p: edited(THREE, MANY), "record size"),
     "a text that is cut": (lambda p: edited(b"X\x05\0\0\0model", b"X\xff\xff\xff\x7fmodel"), "expected 2147483647 bytes"),
-    "a nest": (
-        lambda p: edited(b"X\x05\0\0\0model", b"X\1\0\0\0x" + b"]" * 100_000 + b"a" * 99_999 + b"X\x05\0\0\0model"), "",
-    ),
+    "a nest": (lambda p: zipped({**records(HONEST), "archive/data.pkl": NEST}), ""),
     "a storage by its size": (lambda p: torch_saved({**HONEST, "x": Calls(torch.UntypedStorage, BOMB)}), ""),  # never touched
     "a large number in the memo": (lambda p: edited(b"q\x00", b"r\xff\xff\xff\x7f"), ""),  # harmless, and so loaded
 }  # fmt: skip
@@ -620,7 +619,8 @@ def test_whatever_is_wrong_with_the_disk_training_goes_on_and_the_next_save_trie
                 ran = program.finish()
         said = (name, ran)
         assert ran.code == (0 if goes_by else 1), said
-        assert ran.err and all(re.match("Warning: (checkpoint|metrics|output) not written: ", line) for line in ran.err.splitlines()), said
+        assert all(re.match("Warning: (checkpoint|metrics|output) not written: ", line) for line in ran.err.splitlines()), said
+        # a save may make the folder anew before anybody misses it
         assert name == "folder deleted" or "checkpoint not written" in ran.err, said
         found, rejected = ckpt.newest(f"{out}")
         assert not rejected and all(ckpt.load(f"{out}", entry) for entry in ckpt.entries(f"{out}")), said
@@ -639,27 +639,27 @@ def test_whatever_is_wrong_with_the_disk_training_goes_on_and_the_next_save_trie
 # ------------------------------------------------------------------------------------------------ 10,000 saves
 
 
-def test_saves_without_end_take_no_more_and_keep_what_the_policy_says(trials, tmp_path):
-    kept: list[ckpt.Entry] = []
-    taken: list[int] = []  # handles and threads after the first
-    memory: list[int] = []  # bytes
-    chance = random.Random(0)
+def test_saves_without_end_take_no_more_and_keep_what_the_policy_says(trials, request, tmp_path):
+    saves = 10_000 if request.config.option.markexpr == "torture" else 150
 
     def takes() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    def trial(number: int) -> None:
-        loss = chance.choice([None, round(chance.uniform(1, 9), 2)])
-        save = ckpt.in_background(ckpt.save_and_prune, f"{tmp_path}", some_state(number), number, loss, 3)
-        kept.append(save.result())
-        best = min((e for e in kept if e.loss is not None), key=lambda e: (e.loss, -e.step), default=kept[-1])
-        kept[:] = [entry for entry in kept if entry in kept[-3:] or entry == best]
-        assert sorted(os.listdir(tmp_path)) == sorted(entry.name for entry in kept)
-        if number % 50 == 0:
-            assert all(ckpt.load(f"{tmp_path}", entry)["step"] == entry.step for entry in kept)
-            taken.extend(() if taken else takes())
-            wait_for(lambda: all(now <= then for now, then in zip(takes(), taken)), f"no more than {taken}", 5)  # a thread takes a moment to end
-            memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
-            assert memory[-1] < memory[min(1, len(memory) - 1)] + 20_000_000, memory
+    def trial(_: int) -> None:
+        kept: list[ckpt.Entry] = []
+        chance = random.Random(0)
+        for step in range(saves):
+            loss = chance.choice([None, round(chance.uniform(1, 9), 2)])
+            kept.append(ckpt.in_background(ckpt.save_and_prune, f"{tmp_path}", some_state(step), step, loss, 3).result())
+            best = min((e for e in kept if e.loss is not None), key=lambda e: (e.loss, -e.step), default=kept[-1])
+            kept = [entry for entry in kept if entry in kept[-3:] or entry == best]
+            assert sorted(os.listdir(tmp_path)) == sorted(entry.name for entry in kept)
+            if step % 50 == 0:
+                assert all(ckpt.load(f"{tmp_path}", entry)["step"] == entry.step for entry in kept)
+            memory = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+            if step == 100:
+                before, taken = memory, takes()
+        assert memory < before + 10_000_000, (before, memory)
+        wait_for(lambda: all(now <= then for now, then in zip(takes(), taken)), f"no more than {taken}", 5)
 
-    trials("saves with keep 3", trial, few=151, many=10_000, at_once=1)
+    trials("saves with keep 3: memory, handles, threads, files", trial, few=1, many=1, each=saves, at_once=1)
