@@ -180,7 +180,7 @@ def launch(o: SimpleNamespace, given: list[str]) -> int:
 
     size = o.spawn or torch.cuda.device_count() or ddp_setup.cores()
     o.spawn = None
-    return ddp_setup.spawn(main, size, train, o, given)
+    return ddp_setup.spawn(main, size, train, o, given, timeout=o.timeout)
 
 
 def main(command: Callable[..., int], *args: Any) -> None:
@@ -519,7 +519,7 @@ def open_folder(o: SimpleNamespace, job: Job, world: Any, rejected: list[str]) -
     import ckpt
 
     if "://" not in o.out:
-        os.makedirs(o.out, exist_ok=True)
+        ckpt.make_folder(o.out)
     ckpt.lock(o.out)  # and never let go
     damaged = [line.split(":")[0] for line in rejected]
     if not o.fresh and any(e.step > job.start and e.name not in damaged for e in ckpt.entries(o.out)):
@@ -532,7 +532,12 @@ def open_folder(o: SimpleNamespace, job: Job, world: Any, rejected: list[str]) -
         click.echo(f"Warning: {line}; set aside, going on from step {job.start}", err=True)
     write_whole(o.out, "metrics.jsonl", "".join(metrics_until(o.out, job.start)))
     ran_on = {"ranks": world.size, "device": str(world.device), "torch": torch.__version__, "peak_flops": job.peak}
-    write_whole(o.out, "config.json", json.dumps({**vars(o), **ran_on}, indent=1))
+    write_whole(o.out, "config.json", json.dumps({**without_secrets(o), **ran_on}, indent=1))
+
+
+def without_secrets(o: SimpleNamespace) -> dict[str, Any]:
+    """The flags, less what a URL may have before its host: user and password."""
+    return {k: re.sub("//[^/@]*@", "//", v) if isinstance(v, str) else v for k, v in vars(o).items()}
 
 
 def metrics_until(out: str, step: int) -> list[str]:
@@ -570,7 +575,7 @@ def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None
     """Copy the state, on every rank, and start to write it, on rank 0, once the write before has ended."""
     import ckpt
 
-    config = {name: value for name, value in vars(o).items() if name not in OWN}
+    config = {name: value for name, value in without_secrets(o).items() if name not in OWN}
     vocabulary = {"vocab": job.corpus.vocab, "kind": job.corpus.kind, "chars": job.corpus.chars}
     state = ckpt.snapshot(
         job.model, job.optimizers,

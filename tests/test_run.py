@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from conftest import (
 )  # fmt: skip
 
 import gpt
+from run import without_secrets
 
 LAUNCHES = {
     "in parts": (["--accum", 64], PYTHON),  # more than there are rows
@@ -341,3 +343,42 @@ def test_eval_tells_what_training_measured_last(done, undisturbed):
 def test_a_characters_bits_are_its_nats(done):
     ran, out = done("eval")
     assert f" {evaluations(out)[100] / math.log(2):.4f} bits per character" in ran.out
+
+
+# ------------------------------------------------------------------------------------------------ what is left there
+
+
+def test_what_a_crash_garbled_in_the_metrics_is_dropped_and_the_rest_kept(undisturbed, tmp_path):
+    out = shutil.copytree(undisturbed(1), tmp_path / "out")
+    checkpoints(out)[-1].unlink()
+    garbled = b'{"step": 3, "lo\n\x00\x00\xff\n[1]\n{"loss": 1}\n"step"\n{"step": "x"}\n{"step": 4, "loss": 1.0'
+    with open(out / "metrics.jsonl", "ab") as file:
+        file.write(garbled)
+    ran = run("--out", out, "--log-every", 1)
+    assert ran.code == 0 and ran.err == "", ran
+    assert (out / "metrics.jsonl").read_bytes().count(b"\n") == len(metrics(out))
+    assert [step for step, _ in losses(out)] == list(range(1, 101))
+
+
+def test_the_lock_does_not_follow_a_link(text, tmp_path):
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("precious")
+    out.mkdir()
+    (out / ".lock").symlink_to(victim)
+    ran = run(*TINY, "--data", text, "--steps", 1, "--out", out)
+    assert ran.code == 2 and ".lock" in ran.err and ran.err.count("\n") == 1, ran
+    assert victim.read_text() == "precious"
+
+
+def test_files_are_made_with_the_users_umask(text, tmp_path):
+    private = ["sh", "-c", 'umask 077; exec "$@"', "sh", sys.executable, "run.py"]
+    ran = run(*TINY, "--data", text, "--steps", 1, "--out", tmp_path / "out", launcher=private)
+    assert ran.code == 0 and ran.err == "", ran
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert {*modes.values()} == {0o600}, modes
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_is_kept_of_a_url_has_no_password():
+    kept = without_secrets(SimpleNamespace(data="ftp://me:secret@host/a@b.txt", out="s3://bucket/run@2", steps=None))
+    assert kept == {"data": "ftp://host/a@b.txt", "out": "s3://bucket/run@2", "steps": None}
