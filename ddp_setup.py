@@ -139,6 +139,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     if here.local_size == here.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing that others could reach
     store = _store(here, timeout)
+    failures = dist.PrefixStore("failure", store)
     try:
         chosen = _device(device, here)
         dist.init_process_group(
@@ -152,11 +153,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         yield World(here.rank, here.local_rank, here.size, here.local_size, chosen)
         dist.destroy_process_group()
     except Exception as error:
-        _fail(error, here, dist.PrefixStore("failure", store), timeout)
+        _fail(error, here, failures, timeout)
         raise
     with suppress(dist.DistError):  # whoever serves the store may be gone already
         if here.served:
-            store.set(f"left {here.rank}", "")
+            failures.set(f"left {here.rank}", "")
     # DDP keeps the group's threads. One that lets go of a Python object while Python shuts down aborts the process
     # ("terminate called without an active exception", torch 2.13), so leave them the GIL for a moment.
     time.sleep(0.1)
@@ -233,13 +234,14 @@ def _fail(error: Exception, here: Place, failures: dist.Store, timeout: float) -
             time.sleep(1)  # it is a consequence: whoever knows the cause, a rank or the launcher, speaks first
         first = failures.add("reported", 1) == 1
         lines = {r: failures.get(f"{r}").decode() for r in range(here.size) if failures.check([f"{r}"])}
+        silent = [rank for rank in range(here.size) if rank not in lines]
+        silent = [rank for rank in silent if failures.check([f"left {rank}"])] or silent  # others may still wait for it
     except dist.DistError:
-        first, lines = True, dict.fromkeys(range(1, here.size), "")  # rank 0 served the store
+        first, lines, silent = True, {}, [0]  # which served the store
     if not first:
         raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
-    silent = ", ".join(f"{rank}" for rank in range(here.size) if rank not in lines)
     if lost and silent:
-        raise ConnectionError(f"no answer from rank {silent} ({lost})") from error
+        raise ConnectionError(f"no answer from rank {', '.join(map(str, silent))} ({lost})") from error
     if lost and len({*lines.values()}) > 1:
         waiting = ", ".join(f"rank {rank} at {line}" for rank, line in lines.items())
         raise ConnectionError(f"the ranks wait for one another, {waiting} ({lost})") from error
@@ -358,42 +360,43 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
             children = mp.spawn(_child, (os.getpid(), port, size, fn, args), size, join=False).processes
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        first = _watch(children, asked, timeout)
+        first, unsaid = _watch(children, asked, timeout, dist.PrefixStore("0/failure", store))
     if first is None:
         return 0
     rank, code = first
+    agreed = all(child.exitcode == code for child in children) and code > 0
+    if agreed or not unsaid:
+        return max(code, 1)
     if code is None:
-        told = f"did not end, {timeout:g} s after another had"
-    elif code < 0:
-        told = f"was killed by {signal.Signals(-code).name}"
-    elif all(child.exitcode == code for child in children) or store.check([f"0/left {rank}"]):
-        return code  # so they agreed, or it failed after it had left the group, and has said so itself
-    else:
-        told = f"ended with exit code {code}"
-    if dist.PrefixStore("0/failure", store).add("reported", 1) == 1:
-        raise ChildProcessError(f"rank {rank} {told}")
-    return max(1, code or 1)
+        raise ChildProcessError(f"rank {rank} did not end, {timeout:g} s after another had")
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    raise ChildProcessError(f"rank {rank} {how}")
 
 
-def _watch(children: list[Any], asked: Callable[[], bool], timeout: float) -> tuple[int, int | None] | None:
-    """Until all have ended; -> (rank, exit code) of the first that failed, with None for one that did not end."""
-    first, told, deadline = None, False, math.inf
+def _watch(
+    children: list[Any], asked: Callable[[], bool], timeout: float, failures: dist.Store
+) -> tuple[tuple[int, int | None] | None, bool]:
+    """Until all have ended; -> (rank, exit code) of the first that failed, with None for one that did not end, and
+    whether it has left it to us to say so."""
+    first, unsaid, told, deadline = None, False, False, math.inf
     while True:
         codes = [child.exitcode for child in children]  # one look a round: all is decided on it
         running = [child for child, code in zip(children, codes) if code is None]
         if first is None and any(codes):
             first = next((rank, code) for rank, code in enumerate(codes) if code)
             deadline = time.monotonic() + (3 if first[1] > 0 else 0)
+            on_its_own = first[1] > 0 and failures.check([f"left {first[0]}"])  # and has said so itself
+            unsaid = not on_its_own and failures.add("reported", 1) == 1
         elif 0 in codes and deadline == math.inf:
             deadline = time.monotonic() + timeout
         if not running:
-            return first
+            return first, unsaid
         if asked() and not told:
             told = True
             for child in running:
                 child.terminate()
         if time.monotonic() >= deadline:
-            first = first or (codes.index(None), None)
+            first, unsaid = (first, unsaid) if first else ((codes.index(None), None), True)
             for child in running:
                 child.kill()
         wait([child.sentinel for child in running], timeout=0.1)

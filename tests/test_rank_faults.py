@@ -47,7 +47,7 @@ PLACES = {  # and at which call there
 WHATS = ("raise", "exit", "leave", "kill", "stop", "slow")
 SAID = {  # by the program, of rank {0}
     "raise": r"Error on rank {0}: sabotaged",
-    "exit": r"Error: (no answer from rank {0} \(connection closed\)|rank {0} ended with exit code 7)",
+    "exit": r"Error: rank {0} ended with exit code 7",
     "kill": r"Error: rank {0} was killed by SIGKILL",
     "stop": r"Error: (no answer from rank {0} \((timed out after 8 s|connection closed)\)|rank {0} did not end, .*)",
 }
@@ -108,8 +108,8 @@ def test_one_rank_fails_hangs_or_dawdles_under_torchrun(trials, short, tmp_path)
         assert len(said) <= 1 if what in ("exit", "kill") else len(said) == (what != "slow"), about
         if what == "slow":
             assert ran.code == 0 and steps(out) == list(range(1, 13)), about
-        else:
-            assert ran.code != 0 and took < (TIMEOUT + 5 if what == "stop" else 5), about
+        else:  # its agent gives a stopped process 30 s to hear SIGTERM, and no flag changes that
+            assert ran.code != 0 and took < (TIMEOUT + 5 + 30 if what == "stop" else 5), about
 
     trials("the same under torchrun", trial, few=0, many=len(combinations))
 
