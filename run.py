@@ -422,9 +422,34 @@ def find(out: str) -> tuple[Any, list[str]]:
     found, rejected = ckpt.newest(out)
     if rejected and not found:
         raise ValueError(f"{out}: no checkpoint can be used; {rejected[0]}; --fresh discards all and starts over")
-    if found and not {"config", "data", "step", "scaler"} <= found.state.keys():
-        raise ValueError(f"{out}/{found.entry.name}: not written by this program; --fresh discards it")
+    if found:
+        with about(f"{out}/{found.entry.name}"):
+            check_saved(found.state, found.entry.step)
     return found, rejected
+
+
+def check_saved(state: dict[str, Any], step: int) -> None:
+    """ValueError unless a checkpoint holds what `save` puts there, and flags that could have been given."""
+    try:
+        config, vocabulary = state["config"], state["vocabulary"]
+        flags = {param.name: param.type for param in cli.params}
+        sound = (
+            (state["step"], type(state["step"]), type(state["scaler"]), type(state["data"])) == (step, int, dict, str)
+            and config.keys() >= {*PINNED, "data"}
+            and all(
+                value is None or isinstance(value, (str, int, float)) and flags[name].convert(value, None, None) == value
+                for name, value in config.items()
+            )
+            and vocabulary["kind"] in ("char", "byte", "ids")
+            and (type(vocabulary["vocab"]), type(vocabulary["chars"])) == (int, str)
+        )
+        weights = sum(tensor.numel() for tensor in state["model"].values())
+    except (KeyError, TypeError, AttributeError, click.BadParameter):
+        sound = False
+    if not sound:
+        raise ValueError("not written by this program; --fresh discards it")
+    if 12 * config["layers"] * config["embd"] ** 2 + vocabulary["vocab"] * config["embd"] > weights:
+        raise ValueError(f"has only {weights:,} weights, fewer than its flags tell of; --fresh discards it")
 
 
 def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> None:
@@ -558,6 +583,9 @@ def write_whole(out: str, name: str, text: str) -> None:
     temporary = name if "://" in out else f".{name}"
     with opened(out, temporary, "w") as file:
         file.write(text)
+        file.flush()
+        if temporary != name:
+            os.fsync(file.fileno())
     if temporary != name:
         os.replace(os.path.join(out, temporary), os.path.join(out, name))
 
@@ -739,8 +767,8 @@ def load(out: str, device: str) -> tuple[Any, SimpleNamespace, SimpleNamespace]:
     for line in rejected:
         click.echo(f"Warning: {line}; using {found.entry.name}", err=True)
     o, vocabulary = SimpleNamespace(**found.state["config"]), SimpleNamespace(**found.state["vocabulary"])
-    model = gpt.build(gpt.Config(vocabulary.vocab, o.block_size, o.layers, o.heads, o.embd, 0.0, o.arch), 0)
     with about(f"{out}/{found.entry.name}"):
+        model = gpt.build(gpt.Config(vocabulary.vocab, o.block_size, o.layers, o.heads, o.embd, 0.0, o.arch), 0)
         ckpt.check(found.state, model)
     model.load_state_dict(found.state["model"])
     return model.to(device).eval(), vocabulary, o
