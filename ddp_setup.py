@@ -345,7 +345,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 
     The parent serves the store, on a port that the system gives and only this machine can reach. It passes
     a stop signal on; when a rank fails the others get 3 seconds and are then killed, and once one has ended well
-    they get `timeout` seconds. Children die with their parent (on Linux, even if it is killed). ChildProcessError
+    those still in the group get `timeout` seconds. Children die with their parent (on Linux, even if it is killed). ChildProcessError
     if a rank was killed by a signal, did not end, or left the group with an exit code but without an exception.
     """
     listener = socket.create_server(("127.0.0.1", 0))
@@ -396,8 +396,10 @@ def _watch(
             for child in running:
                 child.terminate()
         if time.monotonic() >= deadline:
-            first, unsaid = (first, unsaid) if first else ((codes.index(None), None), True)
-            for child in running:
+            if first is None:  # rank 0 may well have more to do, but not in the group
+                late = [r for r, code in enumerate(codes) if code is None and not failures.check([f"left {r}"])]
+                first, unsaid = ((late[0], None), True) if late else (None, False)
+            for child in running if first else []:
                 child.kill()
         wait([child.sentinel for child in running], timeout=0.1)
 
