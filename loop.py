@@ -33,7 +33,7 @@ class Report(NamedTuple):
     loss: Tensor  # () float64: exact mean over the global batch, before the update
     grad_norm: Tensor  # () float32: global norm of the mean gradient, before clipping
     lr: float  # of the first parameter group
-    count: Tensor  # () float64: what the loss counted in the global batch: tokens, rows
+    counted: Tensor  # () float64: what the loss counted in the global batch: tokens, rows
     skipped: Tensor  # () how many steps so far changed nothing, as their loss or gradient was not finite
     stop: bool  # some rank asked to stop: all ranks see it after the same step
 

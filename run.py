@@ -227,6 +227,8 @@ def users_mistakes() -> Iterator[None]:
         yield
     except ImportError as error:  # fsspec's are "Install s3fs to access S3"
         raise mistake(str(error).replace("Install ", "pip install ")) from error
+    except ConnectionError:  # a rank was lost
+        raise
     except (ValueError, OSError) as error:
         raise mistake(said(error)) from error
 
@@ -249,18 +251,18 @@ def reading(batches: Iterable[T], corpus: Any) -> Iterator[T]:
 
 
 @contextmanager
-def a_last_line(diverged: type[Exception], out: str, finish: Callable[[], Any]) -> Iterator[None]:
+def a_last_line(diverged: type[Exception], out: str, world: Any, finish: Callable[[], Any]) -> Iterator[None]:
     """An end that is no bug is one line, said once `finish` has seen to what is still being written."""
     import ckpt
+    import ddp_setup
 
     try:
         yield
     except click.ClickException:
         finish()
         raise
-    except diverged as error:
-        finish()
-        last = ckpt.entries(out)[-1:]
+    except diverged as error:  # on all ranks
+        last = ddp_setup.from_rank_zero(lambda: (finish(), ckpt.entries(out)[-1:])[1], world)
         saved = f"the last good checkpoint is {out}/{last[0].name}" if last else "there is no checkpoint yet"
         raise click.ClickException(f"{error}; {saved}. Try a lower --lr") from error
 
@@ -326,7 +328,7 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
         lr_at=partial(loop.linear, total=job.total, warmup_steps=o.warmup, floor=o.min_lr / o.lr),
     )  # fmt: skip
     loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
-    with a_last_line(loop.Diverged, o.out, lambda: complain(writing)):
+    with a_last_line(loop.Diverged, o.out, world, lambda: complain(writing)):
         for step, report in training:
             stopped, last = report.stop, step == job.total
             evaluating = bool(job.val) and not stopped and (last or step % o.eval_every == 0)

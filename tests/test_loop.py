@@ -86,7 +86,7 @@ def whole_batches(world, accum):
         "gradients": gradients,
         "losses": [float(r.loss) for r in reports],
         "norms": [float(r.grad_norm) for r in reports],
-        "counts": [int(r.count) for r in reports],
+        "counts": [int(r.counted) for r in reports],
     }
 
 

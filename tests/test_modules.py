@@ -35,7 +35,7 @@ USES = {
         steps = loop.group([torch.ones(3, 2)] * 4, accum=2, count=len)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         reports = [report for step, report in loop.train_(model, [optimizer], steps, loss_fn)]
-        assert [int(report.count) for report in reports] == [6, 6] and reports[1].loss < reports[0].loss
+        assert [int(report.counted) for report in reports] == [6, 6] and reports[1].loss < reports[0].loss
         assert loop.evaluate(model, [torch.zeros(3, 2)], loss_fn)[1] == 3
     """,
     "ckpt": """
