@@ -67,9 +67,11 @@ class World(NamedTuple):
 def place(env: Mapping[str, str] = os.environ) -> Place:
     """From torchrun's variables, or srun's, or nobody's. ValueError if they are not whole."""
     if "RANK" in env or "WORLD_SIZE" in env:
-        ranks = _whole_numbers(env, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        rank, local_rank, size, local_size, port = _whole_numbers(
+            env, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+        )
         served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        found = Place(*ranks[:4], _text(env, "MASTER_ADDR"), ranks[4], served)
+        found = Place(rank, local_rank, size, local_size, _text(env, "MASTER_ADDR"), port, served)
     elif "SLURM_STEP_NUM_TASKS" in env:  # only srun sets this: the batch script itself is not a rank
         rank, local_rank, size, node = _whole_numbers(
             env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"
@@ -109,8 +111,7 @@ def _slurm_meeting(env: Mapping[str, str]) -> tuple[str, int]:
     MASTER_PORT say otherwise. (srun reserves no port for a program and has no way to pass one on.)"""
     host = env.get("MASTER_ADDR")
     if not host:
-        host, digits = re.match(r"([^,\[]+)(?:\[(\d+))?", _text(env, "SLURM_STEP_NODELIST")).groups()
-        host += digits or ""
+        host = re.sub(r"([^,\[]*)(\[(\d+))?.*", r"\1\3", _text(env, "SLURM_STEP_NODELIST"))  # "n[07-9],x" -> "n07"
     if env.get("MASTER_PORT"):
         return host, _whole_numbers(env, "MASTER_PORT")[0]
     job, step = _whole_numbers(env, "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -290,9 +291,10 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
         except (ValueError, OSError) as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    made, wrong = outcome
+    if wrong is not None:
+        raise wrong
+    return made  # type: ignore[no-any-return]
 
 
 def any_rank(flag: bool, world: World) -> bool:
@@ -345,8 +347,8 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 
     The parent serves the store, on a port that the system gives and only this machine can reach. It passes
     a stop signal on; when a rank fails the others get 3 seconds and are then killed, and once one has ended well
-    those still in the group get `timeout` seconds. Children die with their parent (on Linux, even if it is killed). ChildProcessError
-    if a rank was killed by a signal, did not end, or left the group with an exit code but without an exception.
+    those still in the group get `timeout` seconds. Children die with their parent (on Linux, even if it is killed).
+    ChildProcessError if a rank was killed by a signal, did not end, or ended with an exit code but no exception.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -360,46 +362,40 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
             children = mp.spawn(_child, (os.getpid(), port, size, fn, args), size, join=False).processes
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        first, unsaid = _watch(children, asked, timeout, dist.PrefixStore("0/failure", store))
-    if first is None:
-        return 0
-    rank, code = first
-    agreed = all(child.exitcode == code for child in children) and code > 0
-    if agreed or not unsaid:
-        return max(code, 1)
-    if code is None:
-        raise ChildProcessError(f"rank {rank} did not end, {timeout:g} s after another had")
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    raise ChildProcessError(f"rank {rank} {how}")
+        code, unsaid = _watch(children, asked, timeout, dist.PrefixStore("0/failure", store))
+    if unsaid:
+        raise ChildProcessError(unsaid)
+    return code
 
 
-def _watch(
-    children: list[Any], asked: Callable[[], bool], timeout: float, failures: dist.Store
-) -> tuple[tuple[int, int | None] | None, bool]:
-    """Until all have ended; -> (rank, exit code) of the first that failed, with None for one that did not end, and
-    whether it has left it to us to say so."""
-    first, unsaid, told, deadline = None, False, False, math.inf
+def _watch(children: list[Any], asked: Callable[[], bool], timeout: float, failures: dist.Store) -> tuple[int, str]:
+    """Until all have ended; -> (exit code of the first that failed, what of it nobody else has said)."""
+    code, unsaid, told, deadline = 0, "", False, math.inf
     while True:
         codes = [child.exitcode for child in children]  # one look a round: all is decided on it
-        running = [child for child, code in zip(children, codes) if code is None]
-        if first is None and any(codes):
-            first = next((rank, code) for rank, code in enumerate(codes) if code)
-            deadline = time.monotonic() + (3 if first[1] > 0 else 0)
-            on_its_own = first[1] > 0 and failures.check([f"left {first[0]}"])  # and has said so itself
-            unsaid = not on_its_own and failures.add("reported", 1) == 1
+        running = [child for child, ended in zip(children, codes) if ended is None]
+        if not code and any(codes):
+            rank, code = next((rank, ended) for rank, ended in enumerate(codes) if ended)
+            deadline = time.monotonic() + (3 if code > 0 else 0)
+            in_order = code > 0 and failures.check([f"left {rank}"])  # and has said so itself
+            if not in_order and failures.add("reported", 1) == 1:
+                how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+                unsaid = f"rank {rank} {how}"
         elif 0 in codes and deadline == math.inf:
             deadline = time.monotonic() + timeout
         if not running:
-            return first, unsaid
+            agreed = code > 0 and codes.count(code) == len(codes)
+            return (1 if code < 0 else code), ("" if agreed else unsaid)
         if asked() and not told:
             told = True
             for child in running:
                 child.terminate()
-        if time.monotonic() >= deadline:
-            if first is None:  # rank 0 may well have more to do, but not in the group
-                late = [r for r, code in enumerate(codes) if code is None and not failures.check([f"left {r}"])]
-                first, unsaid = ((late[0], None), True) if late else (None, False)
-            for child in running if first else []:
+        if not code and time.monotonic() >= deadline:  # rank 0 may well have more to do, but not in the group
+            late = [r for r, ended in enumerate(codes) if ended is None and not failures.check([f"left {r}"])]
+            if late:
+                code, unsaid = 1, f"rank {late[0]} did not end, {timeout:g} s after another had"
+        if code and time.monotonic() >= deadline:
+            for child in running:
                 child.kill()
         wait([child.sentinel for child in running], timeout=0.1)
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ def train_(
     rank = dist.get_rank() if dist.is_initialized() else 0
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
-    late = lambda: (0.0, 0.0)  # noqa: E731
+    late: Callable[[], Sequence[float]] = lambda: (0, 0)  # noqa: E731
     model.train()
     for step, (batches, total) in enumerate(steps, start):
         torch.manual_seed(_mix(seed, step, rank))
@@ -101,7 +101,7 @@ def _set_lr_(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> floa
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group in groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-    return groups[0]["lr"]
+    return float(groups[0]["lr"])
 
 
 def _backward_(
@@ -124,7 +124,7 @@ def _backward_(
     sums[2] = stop
     reducing = None
     for i, batch in enumerate(batches, 1):
-        with nullcontext() if i == len(batches) or world_size == 1 else model.no_sync():
+        with nullcontext() if i == len(batches) or world_size == 1 else cast(Any, model).no_sync():
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 loss_sum, count = loss_fn(model, to_device(batch, device))
             if total:
@@ -151,7 +151,7 @@ def _update_(
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
         if finite.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = (~finite).float()  # a fused optimizer skips on the device, as GradScaler has it
+            setattr(optimizer, "found_inf", (~finite).float())  # a fused optimizer skips on the device, as GradScaler has it
             optimizer.step()
         elif finite:
             optimizer.step()
@@ -204,7 +204,7 @@ def group(
     `count` says of a batch what the loss function will count in it; the ranks add up theirs in one small
     all-reduce a step. A rank that runs out before the others goes along with a batch that weighs nothing.
     """
-    batches, spare = iter(batches), []
+    batches, spare = iter(batches), list[Any]()
     while True:
         window = list(islice(batches, accum))
         sums = torch.tensor([sum(map(count, window)), len(window)])
@@ -245,7 +245,7 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=_widest(device), device=device)
-    none_left, late = object(), lambda: (1, 0)
+    none_left, late = object(), cast(Callable[[], Sequence[float]], lambda: (1, 0))
     for batch in chain(batches, repeat(none_left)):
         # (2,) how many ranks still have a batch, and how many ask to stop: on its way while the batch is computed
         flags = torch.tensor([batch is not none_left, stop()], dtype=torch.float32, device=device)
