@@ -132,6 +132,8 @@ def _map(name: str) -> np.ndarray:
             raise ValueError(f"{name}: not a .npy file of numbers: {error}") from None
         if array.ndim != 1 or array.dtype.kind != "u" or not len(array):
             raise ValueError(f"{name}: shape {array.shape} of {array.dtype}; needs (n,) of unsigned integers")
+        if os.path.getsize(name) != array.offset + array.nbytes:
+            raise ValueError(f"{name}: {os.path.getsize(name)} bytes; its header tells of {array.offset + array.nbytes}")
         return array
     if name.endswith(".bin") and os.path.getsize(name) % 2:
         raise ValueError(f"{name}: {os.path.getsize(name)} bytes; a .bin of uint16 tokens has an even number")
