@@ -141,11 +141,13 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing that others could reach
     store = _store(here, timeout)
     failures = dist.PrefixStore("failure", store)
+    failures.delete_key(f"left {here.rank}")
+    entered = store.add(f"entered by {here.rank}", 1)  # a process can be in one group after the other
     try:
         chosen = _device(device, here)
         dist.init_process_group(
             "nccl" if chosen.type == "cuda" else "gloo",
-            store=dist.PrefixStore("group", store),
+            store=dist.PrefixStore(f"group {entered}", store),
             rank=here.rank,
             world_size=here.size,
             timeout=timedelta(seconds=timeout),

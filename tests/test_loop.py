@@ -154,6 +154,19 @@ def evaluation(world):
     return loop.evaluate(model, (shares if world.size == 1 else [[], *shares])[world.rank], squares)
 
 
+def given_up(world):
+    """The last rank asks to stop at its second batch of 4; -> the result, how many batches were computed, the mode."""
+    model, asked, computed = ddp_setup.replicate(normed(), world), [], []
+
+    def counted(model, batch):
+        computed.append(batch)
+        return squares(model, batch)
+
+    stop = lambda: asked.append(0) or (world.rank == world.size - 1 and len(asked) == 2)  # noqa: E731
+    result = loop.evaluate(model, [(X[:2].float(), Y[:2].float())] * 4, counted, stop=stop)
+    return result, len(computed), model.training
+
+
 def grouping(world):
     """Rank r has r + 1 batches, of 1, 2, ... rows, and two of them are a step."""
     batches = [torch.full((i + 1,), float(world.rank)) for i in range(world.rank + 1)]
@@ -199,7 +212,7 @@ def every_job(world):
     for accum in (1, 2, 3):
         results["whole_batches", accum] = whole_batches(world, accum)
         results["synchronisations", accum] = synchronisations(world, accum)
-    jobs = (clipping, one_nan, stopping, randomness, drawn, grouping, evaluation)
+    jobs = (clipping, one_nan, stopping, randomness, drawn, grouping, evaluation, given_up)
     return results | {job.__name__: job(world) for job in jobs}
 
 
@@ -416,6 +429,11 @@ def test_an_evaluation_is_exact_over_ranks_with_unequal_numbers_of_batches_or_no
     for loss_sum, count in (result["evaluation"] for result in ranks(size)):
         assert count == 3 + 6 + 9 + 12 + 15 + 18
         assert loss_sum == pytest.approx(expected, rel=1e-6)  # promise 4; the losses themselves are float32
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_evaluation_is_given_up_on_all_ranks_at_the_batch_at_which_one_asks_to_stop(ranks, size):
+    assert [result["given_up"] for result in ranks(size)] == [(None, 2, True)] * size
 
 
 @pytest.mark.parametrize("training", [True, False])

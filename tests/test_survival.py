@@ -523,7 +523,8 @@ def the_disk_is_full(program: Program, out: Path) -> None:
 
 def the_newest_checkpoint_rots(program: Program, out: Path) -> None:
     program.process.kill()
-    program.finish()
+    if program.finish().code == 0:  # it was at its end before, and is about to be compared
+        return
     for path in checkpoints(out)[-1:]:
         with open(path, "r+b") as file:
             file.seek(path.stat().st_size // 2)
@@ -545,7 +546,7 @@ def assert_same(out: Path, whole: Path) -> None:
     ours, theirs = state(out), state(whole)
     assert ours["config"] == theirs["config"]
     assert {*losses(out)} <= {*losses(whole)}
-    assert all(same(ours[key], theirs[key]) for key in ("model", "optimizers", "step"))
+    assert {key for key in ours if not same(ours[key], theirs[key])} <= {"scaler"}
 
 
 def test_soak(request, tmp_path):
