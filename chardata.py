@@ -16,7 +16,7 @@ import glob
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -50,12 +50,11 @@ def read(data: str | None, kind: str, chars: str = "") -> Corpus:
     taken so under either kind. Raises ValueError or OSError with the file's name if they are not what they
     should be.
     """
+    names = [] if data is None else local_files(data)
+    stamps = tuple(_stamp(name) for name in names)
+    loaded = [_map(name) for name in names]
     if data is None:
-        names, stamps, loaded = ["the default text"], (), [default_text().encode()]
-    else:
-        names = local_files(data)
-        stamps = tuple(_stamp(name) for name in names)
-        loaded = [_map(name) for name in names]
+        names, loaded = ["the default text"], [np.frombuffer(default_text().encode(), np.uint8)]
     if any(name.endswith((".bin", ".npy")) for name in names):
         if not all(name.endswith((".bin", ".npy")) for name in names):
             raise ValueError(f"{data}: token files (.bin, .npy) and text in one data set; use one of them")
@@ -63,8 +62,7 @@ def read(data: str | None, kind: str, chars: str = "") -> Corpus:
         vocab = -(-(top + 1) // 64) * 64  # a round number of rows costs nothing and multiplies faster
         return Corpus(tuple(loaded), vocab, "ids", "", digest(loaded), stamps)
     if kind == "byte":
-        shards = [np.frombuffer(raw, np.uint8) for raw in loaded]
-        return Corpus(tuple(shards), 256, "byte", "", digest(shards), stamps)
+        return Corpus(tuple(loaded), 256, "byte", "", digest(loaded), stamps)
     texts = [_decode(name, raw) for name, raw in zip(names, loaded)]
     chars = chars or characters(texts)
     shards = []
@@ -167,9 +165,9 @@ def _chunks(shard: np.ndarray, size: int = 1 << 22) -> Iterator[np.ndarray]:
     return (shard[i : i + size] for i in range(0, len(shard), size))
 
 
-def _decode(name: str, raw: bytes | np.ndarray) -> str:
+def _decode(name: str, raw: np.ndarray) -> str:
     try:
-        return bytes(raw).decode("utf-8")
+        return raw.tobytes().decode("utf-8")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ValueError(
@@ -189,10 +187,10 @@ def digest(shards: Shards, chars: str = "") -> str:
         raw = shard.view(np.uint8)
         hashed.update(f"{shard.dtype} {len(shard)}\n".encode())
         if len(raw) <= block * count:
-            hashed.update(raw)
+            hashed.update(raw.data)
         else:
             for start in np.linspace(0, len(raw) - block, count).astype(np.int64):
-                hashed.update(raw[start : start + block])
+                hashed.update(raw[start : start + block].data)
     return hashed.hexdigest()
 
 
@@ -370,21 +368,23 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     out = np.array(index, np.uint64)
-    todo = slice(None)
+    todo: slice | np.ndarray = slice(None)
     while True:
-        left, right = out[todo] // np.uint64(b), out[todo] % np.uint64(b)
+        left: np.ndarray = out[todo] // np.uint64(b)
+        right: np.ndarray = out[todo] % np.uint64(b)
         for i in range(4):
             left = (left + _scramble(right, key + 2 * i) % np.uint64(a)) % np.uint64(a)
             right = (right + _scramble(left, key + 2 * i + 1) % np.uint64(b)) % np.uint64(b)
         out[todo] = left * np.uint64(b) + right
-        todo = np.flatnonzero(out >= n)
-        if not len(todo):
+        outside = np.flatnonzero(out >= n)
+        if not len(outside):
             return out.astype(np.int64)
+        todo = outside
 
 
 def _scramble(x: np.ndarray, key: int) -> np.ndarray:
     """A hash of 64 bits: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014) over x and the key."""
-    x = x + np.uint64(key * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
+    x = np.add(x, np.uint64(key * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF), dtype=np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -403,9 +403,9 @@ def _batch(rows: torch.Tensor) -> Batch:
     return rows[:, :-1], rows[:, 1:]
 
 
-def _gatherer(shards: Shards, size: int):
+def _gatherer(shards: Shards, size: int) -> Callable[[np.ndarray], np.ndarray]:
     """A function (B,) starts -> (B, size) int64: that many tokens from each start, across shards if need be."""
-    views = [sliding_window_view(shard, size) if len(shard) >= size else None for shard in shards]
+    views = [sliding_window_view(shard, size) if len(shard) >= size else shard for shard in shards]
     if len(shards) == 1:
         return lambda starts: views[0][starts].astype(np.int64)
     ends = np.cumsum([len(shard) for shard in shards])

@@ -101,7 +101,7 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
 
     if dist.is_initialized() and dist.get_rank():
         state = {}
-    fresh = []  # what each optimizer's state is like: torch makes a fresh one take a step, of no length, to show it
+    fresh: list[Any] = []  # what each optimizer's state is like: torch makes a fresh one take a step, of no length, to show it
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state
         optimizer.state.clear()
@@ -215,9 +215,9 @@ def _write(state: dict[str, Any], file: BinaryIO) -> None:
 
 
 def _entry(step: int, loss: float | None, digest: str) -> Entry:
-    known = loss is not None and math.isfinite(loss)
-    name = f"step-{step:08d}" + (f"-loss-{loss:.4f}" if known else "") + f"-{digest}.pt"
-    return Entry(step, round(loss, 4) if known else None, digest, name)
+    if loss is None or not math.isfinite(loss):
+        return Entry(step, None, digest, f"step-{step:08d}-{digest}.pt")
+    return Entry(step, round(loss, 4), digest, f"step-{step:08d}-loss-{loss:.4f}-{digest}.pt")
 
 
 def make_folder(folder: str) -> None:
@@ -262,7 +262,7 @@ def entries(folder: str) -> list[Entry]:
 
 def newest(folder: str) -> tuple[Found | None, list[str]]:
     """The newest checkpoint that can be read and verified, and a line for each newer one that cannot."""
-    rejected = []
+    rejected: list[str] = []
     for entry in reversed(entries(folder)):
         try:
             return Found(entry, load(folder, entry)), rejected
@@ -322,7 +322,7 @@ def _forged(file: BinaryIO) -> str:
         if size > end or len(records) < len(archive.infolist()):
             return "its records are compressed, or overlap"
         for op, what, _ in pickletools.genops(archive.read(records["data.pkl"])):
-            if op.name in ("INST", "OBJ", "STACK_GLOBAL") or op.name == "GLOBAL" and not PLAIN.fullmatch(what):
+            if op.name in ("INST", "OBJ", "STACK_GLOBAL") or op.name == "GLOBAL" and not PLAIN.fullmatch(f"{what}"):
                 return f"it needs {what or op.name}, and is not just tensors and plain values"
     return ""
 

@@ -165,7 +165,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, turns, use_reentrant=False)
             else:
                 x = block(x, turns, caches[i] if caches else None, start)
-        logits = self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
