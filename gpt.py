@@ -271,7 +271,8 @@ def choose(
     a probability of `top_p` (Holtzman et al., 2020); temperature 0 takes the likeliest."""
     if temperature == 0:
         return int(logits.argmax())
-    ranked, ids = (logits.float() / temperature).sort(descending=True)
+    ranked, ids = logits.float().sort(descending=True)
+    ranked = (ranked - ranked[0]) / max(temperature, 1e-30)  # the likeliest is at 0, however cold it is
     probabilities = ranked[: top_k or None].softmax(0)
     likelier = probabilities.cumsum(0) - probabilities
     probabilities[1:][likelier[1:] >= top_p] = 0
