@@ -78,7 +78,7 @@ def train_(
     late: Callable[[], Sequence[float]] = lambda: (0, 0)  # noqa: E731
     model.train()
     for step, (batches, total) in enumerate(steps, start):
-        torch.manual_seed(_mix(seed, step, rank))
+        _seed(_mix(seed, step, rank), device)
         lr = _set_lr_(optimizers, lr_at(step))
         sums = _backward_(model, batches, total, loss_fn, dtype, scaler, stop())
         loss = sums[0] / sums[1]
@@ -90,6 +90,15 @@ def train_(
         yield step + 1, Report(loss, norm, lr, sums[1], skipped, stopping > 0)
         if bad >= patience:
             raise Diverged(f"loss or gradient not finite {patience} times in a row, up to step {step + 1}")
+
+
+def _seed(number: int, device: torch.device) -> None:
+    """What torch.manual_seed does for the devices in use. For those that are not it notes a stack trace, each time."""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
+    elif device.type == "mps":
+        torch.mps.manual_seed(number)
 
 
 def _mix(*numbers: int) -> int:

@@ -9,6 +9,7 @@
 """
 
 import codecs
+import errno
 import functools
 import json
 import math
@@ -36,7 +37,7 @@ STARTED = time.perf_counter()
 PREFIX = "DDPKIT"
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 3  # exit codes
 
-_count, _from_zero, _seed = click.IntRange(1), click.IntRange(0), click.IntRange(0, 2**63 - 1)
+_count, _from_zero, _seed = click.IntRange(1, 2**31), click.IntRange(0, 2**31), click.IntRange(0, 2**63 - 1)
 _positive, _factor = click.FloatRange(0, 1e15, min_open=True), click.FloatRange(0, 1e15)
 OPTIONS = {
     "Data": [
@@ -592,6 +593,19 @@ def write_whole(out: str, name: str, text: str) -> None:
         os.replace(os.path.join(out, temporary), os.path.join(out, name))
 
 
+def append(out: str, name: str, line: str) -> None:
+    """Add a line to a file of the out folder, all of it or nothing."""
+    if "://" in out:
+        with opened(out, name, "a") as file:
+            file.write(line)
+        return
+    with open(os.path.join(out, name), "ab", buffering=0) as file:
+        end, raw = file.tell(), line.encode()
+        if file.write(raw) < len(raw):  # the disk has just become full
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def opened(out: str, name: str, mode: str) -> Any:
     """A text file of the out folder, which may be a URL."""
     if "://" not in out:
@@ -683,8 +697,7 @@ def log_evaluation(o: SimpleNamespace, world: Any, step: int, loss_sum: float, c
 def write_metrics(out: str, record: dict[str, Any]) -> None:
     finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no NaN
     try:
-        with opened(out, "metrics.jsonl", "a") as file:
-            file.write(json.dumps(finite) + "\n")
+        append(out, "metrics.jsonl", json.dumps(finite) + "\n")
     except OSError as error:
         warn_once(f"metrics not written: {said(error)}; training goes on")
 
