@@ -280,7 +280,7 @@ ONCE = [  # fault, flags
 TOO_HIGH = [
     ["--lr", lr, "--optimizer", optimizer, "--clip", clip, "--dtype", dtype, *more]
     for lr, optimizer, clip, dtype, more in itertools.product(
-        ("1e6", "1e15"), ("adamw", "muon"), (1, 0), ("float32", "float16"), ([], ["--spawn", 2])
+        ("1e6", "1e11"), ("adamw", "muon"), (1, 0), ("float32", "float16"), ([], ["--spawn", 2])
     )
 ]
 
@@ -330,7 +330,7 @@ def test_a_learning_rate_far_too_high(trials, short, tmp_path):
             [line] = complaints(ran)
             assert ran.code == 1 and re.search(r"up to step \d+", line) and "checkpoint" in line, about
 
-    trials("learning rate of 1e6 and 1e15", trial, few=1, many=len(TOO_HIGH))
+    trials("learning rate of 1e6 and 1e11", trial, few=1, many=len(TOO_HIGH))
 
 
 @pytest.mark.torture
