@@ -470,6 +470,8 @@ def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> N
 
 def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
     """What no single flag can know of the others."""
+    if not o.out:
+        raise ValueError("--out is empty; name a folder or a URL")
     if o.batch_size < world.size:
         raise ValueError(f"--batch-size {o.batch_size} is smaller than the {world.size} ranks that share it")
     if o.min_lr > o.lr:
