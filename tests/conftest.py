@@ -301,6 +301,9 @@ def trials(request: pytest.FixtureRequest) -> Callable[..., None]:
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(one, range(count)))
         request.config.stash[TABLE].append((fault, each * count, each * (count - len(failed)), time.monotonic() - begun))
+        for error in failed.values():
+            if isinstance(error, pytest.skip.Exception):  # this machine lacks what the trial needs
+                raise error
         if failed:
             number, error = min(failed.items(), key=lambda item: item[0])
             which = f"{len(failed)} of {count} trials failed ({', '.join(map(str, sorted(failed)))})"
