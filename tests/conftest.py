@@ -287,26 +287,28 @@ def trials(request: pytest.FixtureRequest) -> Callable[..., None]:
     def run_all(
         fault: str, trial: Callable[[int], Any], few: int, many: int, *, each: int = 1, at_once: int = 2
     ) -> None:
-        count, failed, begun = many if torture else few, {}, time.monotonic()
+        count, failed, begun = many if torture else few, dict[int, BaseException](), time.monotonic()
         if not count:
             pytest.skip("takes long, so only with -m torture")
 
-        def one(number: int) -> None:
+        def one(number: int) -> int:
+            if len(failed) >= 10:  # it is broken, and more would not tell more
+                return 0
             try:
-                if len(failed) < 10:  # it is broken, and more would not tell more
-                    trial(number)
+                trial(number)
             except BaseException as error:  # pytest.fail is no Exception
                 failed[number] = error
+            return 1
 
         with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(one, range(count)))
-        request.config.stash[TABLE].append((fault, each * count, each * (count - len(failed)), time.monotonic() - begun))
+            tried = sum(pool.map(one, range(count)))
         for error in failed.values():
             if isinstance(error, pytest.skip.Exception):  # this machine lacks what the trial needs
                 raise error
+        request.config.stash[TABLE].append((fault, each * tried, each * (tried - len(failed)), time.monotonic() - begun))
         if failed:
             number, error = min(failed.items(), key=lambda item: item[0])
-            which = f"{len(failed)} of {count} trials failed ({', '.join(map(str, sorted(failed)))})"
+            which = f"{len(failed)} of {tried} trials failed ({', '.join(map(str, sorted(failed)))})"
             raise AssertionError(f"{which}, number {number} with: {error}") from error
 
     return run_all
