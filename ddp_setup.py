@@ -348,7 +348,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     """Run fn(*args) as `size` ranks on this machine, as torchrun would; -> the exit code, 0 if all had 0.
 
     The parent serves the store, on a port that the system gives and only this machine can reach. It passes
-    a stop signal on; when a rank fails the others get 3 seconds and are then killed, and once one has ended well
+    a stop signal on; when a rank fails the others get 2 seconds and are then killed, and once one has ended well
     those still in the group get `timeout` seconds. Children die with their parent (on Linux, even if it is killed).
     ChildProcessError if a rank was killed by a signal, did not end, or ended with an exit code but no exception.
     """
@@ -378,7 +378,7 @@ def _watch(children: list[Any], asked: Callable[[], bool], timeout: float, failu
         running = [child for child, ended in zip(children, codes) if ended is None]
         if not code and any(codes):
             rank, code = next((rank, ended) for rank, ended in enumerate(codes) if ended)
-            deadline = time.monotonic() + (3 if code > 0 else 0)
+            deadline = time.monotonic() + (2 if code > 0 else 0)
             in_order = code > 0 and failures.check([f"left {rank}"])  # and has said so itself
             if not in_order and failures.add("reported", 1) == 1:
                 how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
