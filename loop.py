@@ -257,7 +257,8 @@ def evaluate(
     none_left, late = object(), cast(Callable[[], Sequence[float]], lambda: (1, 0))
     for batch in chain(batches, repeat(none_left)):
         # (2,) how many ranks still have a batch, and how many ask to stop: on its way while the batch is computed
-        flags = torch.tensor([batch is not none_left, stop()], dtype=torch.float32, device=device)
+        flags = torch.zeros_like(sums)
+        flags[0], flags[1] = batch is not none_left, stop()  # filled there: a copy from here would wait for the device
         reducing = dist.all_reduce(flags, async_op=True) if dist.is_initialized() else None
         if batch is not none_left:
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

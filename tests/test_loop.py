@@ -221,8 +221,7 @@ def jobs_of_four_three_and_two_ranks(folder: str) -> None:
     rank = int(os.environ["RANK"])
     for size in (4, 3, 2):
         if rank < size:
-            # each has its own part of the store, like one attempt of torchrun after the other
-            os.environ.update(WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}", TORCHELASTIC_RESTART_COUNT=f"{size}")
+            os.environ.update(WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
             with ddp_setup.process_group("cpu") as world:
                 torch.save(every_job(world), f"{folder}/{rank} of {size}.pt")
 
