@@ -311,9 +311,7 @@ def pangrams(tmp_path_factory):
 
 def in_turn(*jobs: tuple[Any, ...]) -> None:
     """Some systems, each with its arguments, in the same processes, as these take seconds to start."""
-    for attempt, (system, *args) in enumerate(jobs):
-        # each has its own part of the store, like one attempt of torchrun after the other
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = f"{attempt}"
+    for system, *args in jobs:
         system(*args)
 
 
