@@ -10,6 +10,7 @@
 
 import codecs
 import errno
+import faulthandler
 import functools
 import json
 import math
@@ -187,6 +188,7 @@ def launch(o: SimpleNamespace, given: list[str]) -> int:
 def main(command: Callable[..., int], *args: Any) -> None:
     """Run a command and exit with its code. Every error ends here: one line for a mistake, a traceback for a bug."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    faulthandler.enable()  # where it was when the system kills it, as when a file is cut while a batch is read from it
     try:
         code = command(*args)
     except click.ClickException as error:

@@ -305,7 +305,10 @@ def test_data_changed_while_training(trials, flags, text, tmp_path):
             program.read_lines(chance.randint(5, 40))
             change(reads[1], chance)
             ran = program.finish()
-        assert ran.code == 2 and ran.err.count("\n") == 1 and reads[1].name in ran.err, (kind, change, ran)
+        if change is cut and ran.code == -signal.SIGBUS:  # in the very microseconds of a read: nothing can be said but where
+            assert "Bus error" in ran.err and "chardata.py" in ran.err, ran
+        else:
+            assert ran.code == 2 and ran.err.count("\n") == 1 and reads[1].name in ran.err, (kind, change, ran)
         os.replace(good, reads[1])
         complete(out, undisturbed_of[kind], *more[:-2])
 
