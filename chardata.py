@@ -130,8 +130,9 @@ def _map(name: str) -> np.ndarray:
             raise ValueError(f"{name}: not a .npy file of numbers: {error}") from None
         if array.ndim != 1 or array.dtype.kind != "u" or not len(array):
             raise ValueError(f"{name}: shape {array.shape} of {array.dtype}; needs (n,) of unsigned integers")
-        if os.path.getsize(name) != array.offset + array.nbytes:
-            raise ValueError(f"{name}: {os.path.getsize(name)} bytes; its header tells of {array.offset + array.nbytes}")
+        size, told = os.path.getsize(name), array.offset + array.nbytes
+        if size != told:
+            raise ValueError(f"{name}: {size} bytes; its header tells of {told}")
         return array
     if name.endswith(".bin") and os.path.getsize(name) % 2:
         raise ValueError(f"{name}: {os.path.getsize(name)} bytes; a .bin of uint16 tokens has an even number")
@@ -385,10 +386,10 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
 def _scramble(x: np.ndarray, key: int) -> np.ndarray:
     """A hash of 64 bits: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014) over x and the key."""
-    x = np.add(x, np.uint64(key * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF), dtype=np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    z: np.ndarray = np.add(x, np.uint64(key * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF), dtype=np.uint64)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z ^ (z >> np.uint64(31)))
 
 
 def _key(seed: int, epoch: int, purpose: str) -> int:

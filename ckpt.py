@@ -101,7 +101,9 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
 
     if dist.is_initialized() and dist.get_rank():
         state = {}
-    fresh: list[Any] = []  # what each optimizer's state is like: torch makes a fresh one take a step, of no length, to show it
+    fresh: list[
+        Any
+    ] = []  # what each one's state is like: torch makes a fresh one take a step, of no length, to show it
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state
         optimizer.state.clear()

@@ -354,9 +354,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     with stop_signals() as asked:
         resource_tracker.ensure_running()  # now, as it unblocks signals on its way
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited: a stop is kept until a child can hear it

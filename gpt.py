@@ -264,9 +264,7 @@ def sample(
         model.train(training)
 
 
-def choose(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
-) -> int:
+def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> int:
     """logits (V,) -> one id, drawn from the `top_k` likeliest (0: all) among the likeliest that together have
     a probability of `top_p` (Holtzman et al., 2020); temperature 0 takes the likeliest."""
     if temperature == 0:

@@ -160,7 +160,8 @@ def _update_(
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
         if finite.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
-            setattr(optimizer, "found_inf", (~finite).float())  # a fused optimizer skips on the device, as GradScaler has it
+            # a fused optimizer skips on the device, as GradScaler has it
+            setattr(optimizer, "found_inf", (~finite).float())
             optimizer.step()
         elif finite:
             optimizer.step()
@@ -205,9 +206,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def group(
-    batches: Iterable[Any], accum: int, count: Callable[[Any], int]
-) -> Iterator[tuple[list[Any], int]]:
+def group(batches: Iterable[Any], accum: int, count: Callable[[Any], int]) -> Iterator[tuple[list[Any], int]]:
     """This rank's batches, from a DataLoader say, as the steps that train_ takes: `accum` of them a step.
 
     `count` says of a batch what the loss function will count in it; the ranks add up theirs in one small

@@ -1,11 +1,11 @@
 """Train a GPT on text, with as many processes as you like.
 
-    python run.py                                   one process, a default text, under a minute
-    python run.py --data mine.txt --spawn 4         four processes on this machine
-    torchrun --nproc-per-node 4 run.py --epochs 3   the same under torchrun
-    srun python run.py --epochs 3                   the same under SLURM
-    python run.py sample --prompt "The "            what the newest checkpoint has to say
-    python run.py eval --data other.txt             its exact loss on another text
+python run.py                                   one process, a default text, under a minute
+python run.py --data mine.txt --spawn 4         four processes on this machine
+torchrun --nproc-per-node 4 run.py --epochs 3   the same under torchrun
+srun python run.py --epochs 3                   the same under SLURM
+python run.py sample --prompt "The "            what the newest checkpoint has to say
+python run.py eval --data other.txt             its exact loss on another text
 """
 
 import codecs
@@ -103,9 +103,9 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
     """--config: a TOML file of flags, between the environment and the defaults."""
     if path is None:
         return
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ImportError:  # Python 3.10
+    else:
         import tomli as tomllib
     try:
         with open(path, "rb") as file:
@@ -119,11 +119,22 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
     ctx.default_map = config
 
 
-@click.group(invoke_without_command=True, context_settings={"auto_envvar_prefix": PREFIX, "show_default": True, "max_content_width": 100})
+@click.group(
+    invoke_without_command=True,
+    context_settings={"auto_envvar_prefix": PREFIX, "show_default": True, "max_content_width": 100},
+)
 @train_options
-@click.option("--config", type=str, callback=read_config, is_eager=True, expose_value=False, metavar="FILE.toml", help="Any of these flags, as `batch-size = 64`.")
+@click.option(
+    "--config",
+    type=str,
+    callback=read_config,
+    is_eager=True,
+    expose_value=False,
+    metavar="FILE.toml",
+    help="Any of these flags, as `batch-size = 64`.",
+)
 @click.pass_context
-def cli(ctx: click.Context, **options: Any) -> None:
+def cli(ctx: click.Context, /, **options: Any) -> None:
     """Train a GPT on text, on one process or many.
 
     \b
@@ -144,14 +155,14 @@ def cli(ctx: click.Context, **options: Any) -> None:
 
 def format_options(ctx: click.Context, formatter: click.HelpFormatter) -> None:
     """The help page's flags, in the groups of OPTIONS."""
-    params = iter(param for param in ctx.command.params)
-    for title, group in [*OPTIONS.items(), ("Other", [None])]:
+    records = (record for param in ctx.command.params if (record := param.get_help_record(ctx)))
+    for title, count in [*((title, len(group)) for title, group in OPTIONS.items()), ("Other", 1)]:
         with formatter.section(title):
-            formatter.write_dl([next(params).get_help_record(ctx) for _ in group])
+            formatter.write_dl(list(islice(records, count)))
     cli.format_commands(ctx, formatter)
 
 
-cli.format_options = format_options
+setattr(cli, "format_options", format_options)
 
 
 def check_environment() -> None:
@@ -219,7 +230,7 @@ def out_of_memory(error: Exception) -> str:
 
 def mistake(message: str) -> click.ClickException:
     error = click.ClickException(" ".join(message.split()))
-    error.exit_code = USAGE
+    setattr(error, "exit_code", USAGE)
     return error
 
 
@@ -342,7 +353,7 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
                 windows = chardata.every_window(job.val, o.block_size, o.batch_size, **share)
                 sums = loop.evaluate(job.model, reading(windows, job.corpus), gpt.loss, job.dtype, stop=asked)
                 stopped = sums is None
-                loss = loss if stopped else log_evaluation(o, world, step, *sums)
+                loss = log_evaluation(o, world, step, *sums) if sums else loss
             if writing and writing.done():
                 complain(writing)
                 writing = None
@@ -372,18 +383,19 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
 
     found, rejected = None, []
 
-    def look() -> tuple[dict[str, Any], str, int, str] | None:
+    def look() -> dict[str, Any]:
         nonlocal found, rejected
         found, rejected = (None, []) if o.fresh else find(o.out)
-        return (found.state["config"], found.state["data"], found.state["step"], found.entry.name) if found else None
+        small = ("config", "data", "step", "scaler")  # the weights stay on rank 0
+        return {"name": found.entry.name, **{key: found.state[key] for key in small}} if found else {}
 
-    saved = ddp_setup.from_rank_zero(look, world)  # the state itself stays on rank 0
+    saved = ddp_setup.from_rank_zero(look, world)
     if saved:
-        take_over_(o, given, saved[0])
+        take_over_(o, given, saved["config"])
     corpus = chardata.read(o.data, o.tokens)
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
-    if saved and corpus.digest != saved[1]:
+    if saved and corpus.digest != saved["data"]:
         raise ValueError(f"--data {o.data}: not what the run in {o.out} was trained on; --fresh starts a new one")
     shards, val = chardata.split(corpus.shards, o.val_fraction)
     n = chardata.length(shards)
@@ -402,12 +414,12 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     optimizers = make_optimizers(bare, o)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     if saved:
-        with about(f"{o.out}/{saved[3]}"):
+        with about(f"{o.out}/{saved['name']}"):
             ckpt.restore_(found.state if found else {}, model, optimizers)
-        scaler.load_state_dict(ddp_setup.from_rank_zero(lambda: found.state["scaler"], world))
+        scaler.load_state_dict(saved["scaler"])
     job = Job(
         model, optimizers, scaler, dtype, corpus, shards, val,
-        start=saved[2] if saved else 0,
+        start=saved.get("step", 0),
         total=min(o.epochs * per_epoch, o.steps or math.inf),
         tokens=partial(chardata.tokens_before, n=n, block_size=o.block_size, batch_size=o.batch_size),
         epoch=lambda step: step / per_epoch,
@@ -442,7 +454,9 @@ def check_saved(state: dict[str, Any], step: int) -> None:
             (state["step"], type(state["step"]), type(state["scaler"]), type(state["data"])) == (step, int, dict, str)
             and config.keys() >= {*PINNED, "data"}
             and all(
-                value is None or isinstance(value, (str, int, float)) and flags[name].convert(value, None, None) == value
+                value is None
+                or isinstance(value, (str, int, float))
+                and flags[name].convert(value, None, None) == value
                 for name, value in config.items()
             )
             and vocabulary["kind"] in ("char", "byte", "ids")
@@ -509,11 +523,9 @@ def make_optimizers(model: Any, o: SimpleNamespace) -> list[Any]:
     groups = [{"params": decayed, "weight_decay": o.weight_decay}]
     if kinds["vectors"]:
         groups.append({"params": kinds["vectors"], "weight_decay": 0.0})
-    made = [torch.optim.AdamW(groups, lr=o.lr, betas=(0.9, 0.95), fused=True)]
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=o.lr, betas=(0.9, 0.95), fused=True)]
     if o.optimizer == "muon":  # scaled so that its updates are as large as AdamW's (Liu et al., 2025)
-        muon = torch.optim.Muon(
-            kinds["matrices"], lr=o.lr, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
+        muon = torch.optim.Muon(kinds["matrices"], lr=o.lr, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw")
         made.append(muon)
     return made
 
@@ -619,7 +631,7 @@ def opened(out: str, name: str, mode: str) -> Any:
     return fsspec.open(f"{out}/{name}", mode, encoding="utf-8").open()
 
 
-def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None, writing: Future | None) -> Future | None:
+def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None, writing: Any) -> Any:
     """Copy the state, on every rank, and start to write it, on rank 0, once the write before has ended."""
     import ckpt
 
@@ -635,7 +647,7 @@ def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None
     return ckpt.in_background(ckpt.save_and_prune, o.out, state, step, loss, o.keep)
 
 
-def complain(writing: Future | None) -> bool:
+def complain(writing: Future[Any] | None) -> bool:
     """Wait for a write; -> whether it went well. If not, training goes on and the next save tries again."""
     try:
         if writing:
@@ -713,8 +725,9 @@ def warn_once(text: str) -> None:
 
 def said(error: Exception) -> str:
     """An error's message, without the system's number for it."""
-    named = isinstance(error, OSError) and error.strerror
-    return f"{error.filename}: {error.strerror}" if named and error.filename else error.strerror if named else f"{error}"
+    if not isinstance(error, OSError) or not error.strerror:
+        return f"{error}"
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
 def say(text: str, nl: bool = True) -> None:
@@ -775,7 +788,7 @@ def stream(model: Any, vocabulary: Any, prompt: Any, count: int, **how: Any) -> 
 # ------------------------------------------------------------------------------------------------ sub-commands
 
 
-def load(out: str, device: str) -> tuple[Any, SimpleNamespace, SimpleNamespace]:
+def load(out: str, device: Any) -> tuple[Any, SimpleNamespace, SimpleNamespace]:
     """(model, its vocabulary, its training's flags) of the newest checkpoint that verifies."""
     import ckpt
     import gpt
@@ -804,10 +817,12 @@ device_option = click.option("--device", default="auto", metavar="auto|cpu|cuda|
 @click.option("--tokens", type=_count, default=500, help="How many to make.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.8, help="0: always the likeliest.")
 @click.option("--top-k", type=_from_zero, default=0, help="Among the K likeliest; 0: all.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Among the likeliest that make up P.")
+@click.option(
+    "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Among the likeliest that make up P."
+)
 @click.option("--seed", type=_seed, help="To get the same again.  [default: another each time]")
 @click.pass_context
-def sample_command(ctx: click.Context, **options: Any) -> None:
+def sample_command(ctx: click.Context, /, **options: Any) -> None:
     """Print what the newest checkpoint goes on with.
 
     \b
@@ -843,7 +858,7 @@ def sample(o: SimpleNamespace) -> int:
 @device_option
 @click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL.  [default: what validated the training]")
 @click.pass_context
-def eval_command(ctx: click.Context, **options: Any) -> None:
+def eval_command(ctx: click.Context, /, **options: Any) -> None:
     """Print the newest checkpoint's exact loss: every token of a text predicted once.
 
     \b
@@ -867,12 +882,16 @@ def evaluate(o: SimpleNamespace) -> int:
             if chardata.length(shards) < 2:
                 raise ValueError(f"{o.data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
         windows = chardata.every_window(shards, trained.block_size, 16, rank=world.rank, world_size=world.size)
-        loss_sum, count = loop.evaluate(model, windows, gpt.loss)
+        sums = loop.evaluate(model, windows, gpt.loss)
+        assert sums  # as nobody asks it to stop
+        loss_sum, count = sums
     if world.rank == 0:
         nats = loss_sum / count
         characters = chardata.count_characters(shards, vocabulary.kind)
         per_character = f", {loss_sum / characters / math.log(2):.4f} bits per character" if characters else ""
-        click.echo(f"loss {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}{per_character}, over {count:,.0f} tokens")
+        click.echo(
+            f"loss {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}{per_character}, over {count:,.0f} tokens"
+        )
     return DONE
 
 

@@ -53,7 +53,9 @@ class Program:
     environment of its own.
     """
 
-    def __init__(self, *args: object, launcher: list[str] = PYTHON, env: dict[str, str | None] = {}, seconds: float = 90):
+    def __init__(
+        self, *args: object, launcher: list[str] = PYTHON, env: dict[str, str | None] = {}, seconds: float = 90
+    ):
         self.mark = f"TEST_PROGRAM={uuid.uuid4().hex}"  # every descendant inherits it, orphans too
         self.heard, self.hung = b"", False
         self.errors = tempfile.TemporaryFile()
@@ -305,7 +307,9 @@ def trials(request: pytest.FixtureRequest) -> Callable[..., None]:
         for error in failed.values():
             if isinstance(error, pytest.skip.Exception):  # this machine lacks what the trial needs
                 raise error
-        request.config.stash[TABLE].append((fault, each * tried, each * (tried - len(failed)), time.monotonic() - begun))
+        request.config.stash[TABLE].append(
+            (fault, each * tried, each * (tried - len(failed)), time.monotonic() - begun)
+        )
         if failed:
             number, error = min(failed.items(), key=lambda item: item[0])
             which = f"{len(failed)} of {tried} trials failed ({', '.join(map(str, sorted(failed)))})"

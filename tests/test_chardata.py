@@ -221,7 +221,7 @@ def test_starting_at_a_step_is_the_same_as_skipping_to_it(who):
 
 
 def test_a_start_in_the_far_future_costs_nothing():
-    (micro_batches, total), = steps(ramp(103), 4, 5, 1, start=10**15)
+    ((micro_batches, total),) = steps(ramp(103), 4, 5, 1, start=10**15)
     assert total == 20 and len(micro_batches) == 1
 
 

@@ -612,6 +612,10 @@ def test_the_check_names_what_is_wrong(name, change, message):
 
 def test_a_checkpoint_of_nan_is_named_and_the_one_before_it_used(folder):
     old = ckpt.save(folder, some_state(10), 10)
-    bad = ckpt.save(folder, {"model": {"a": torch.ones(2), "mask": torch.tensor([0, -math.inf]), "w": torch.tensor([1, math.nan])}}, 20)
+    bad = ckpt.save(
+        folder,
+        {"model": {"a": torch.ones(2), "mask": torch.tensor([0, -math.inf]), "w": torch.tensor([1, math.nan])}},
+        20,
+    )
     assert ckpt.newest(folder)[0].entry == old
     assert ckpt.newest(folder)[1] == [f"{bad.name}: worthless: w has numbers that are not (NaN)"]

@@ -11,7 +11,19 @@ from pathlib import Path
 
 import pytest
 from conftest import (
-    PYTHON, ROOT, TINY, Program, Ran, ahead, checkpoints, losses, run, same_training, state, torchrun, wait_for,
+    PYTHON,
+    ROOT,
+    TINY,
+    Program,
+    Ran,
+    ahead,
+    checkpoints,
+    losses,
+    run,
+    same_training,
+    state,
+    torchrun,
+    wait_for,
 )  # fmt: skip
 
 SPAWN, TORCHRUN = (["--spawn", 2], PYTHON), ([], torchrun(2))

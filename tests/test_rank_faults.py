@@ -59,7 +59,12 @@ def ranks_and_faults() -> list[tuple[str, str, int, int]]:
     everywhere = itertools.product(PLACES, WHATS, ((2, 0), (2, 1), (3, 0), (3, 2)))
     all_of_them = [(place, what, *ranks) for place, what, ranks in everywhere if place != "writing" or not ranks[1]]
     random.Random(0).shuffle(all_of_them)
-    first = [("teardown", "stop", 2, 1), ("start", "exit", 3, 2), ("backward", "raise", 2, 1), ("writing", "slow", 2, 0)]
+    first = [
+        ("teardown", "stop", 2, 1),
+        ("start", "exit", 3, 2),
+        ("backward", "raise", 2, 1),
+        ("writing", "slow", 2, 0),
+    ]
     return [*first, *(fault for fault in all_of_them if fault not in first)]
 
 
@@ -91,7 +96,9 @@ def test_one_rank_fails_hangs_or_dawdles_anywhere(trials, short, tmp_path):
 @pytest.mark.torture
 def test_one_rank_fails_hangs_or_dawdles_under_torchrun(trials, short, tmp_path):
     """Its agent has its own report; our line is there once, or not at all where the agent alone sees what happened."""
-    combinations = list(itertools.product(("raise", "exit", "kill", "stop", "slow"), ("forward", "collective", "evaluation")))
+    combinations = list(
+        itertools.product(("raise", "exit", "kill", "stop", "slow"), ("forward", "collective", "evaluation"))
+    )
 
     def trial(number: int) -> None:
         what, place = combinations[number]
@@ -137,9 +144,10 @@ def test_torchruns_agent_is_killed_and_leaves_no_worker(trials, short, tmp_path)
 
 def partly(kind: str, missing: int, size: int) -> None:
     """Rank `missing` is not where the others wait for it. Run by the program at the end of this file."""
-    import ddp_setup
     import torch
     import torch.distributed as dist
+
+    import ddp_setup
 
     try:
         with ddp_setup.process_group("cpu", timeout=3) as world:
@@ -178,7 +186,9 @@ def test_a_collective_reached_by_some_ranks_only(trials):
             at = ", ".join(f"rank {r} at {elsewhere if r == missing else others}" for r in range(size))
             assert line == f"the ranks wait for one another, {at} (timed out after 3 s)", about
         else:
-            assert re.fullmatch(rf"no answer from rank {missing} \((timed out after 3 s|connection closed)\)", line), about
+            assert re.fullmatch(rf"no answer from rank {missing} \((timed out after 3 s|connection closed)\)", line), (
+                about
+            )
 
     trials("a collective that one rank does not reach", trial, few=1, many=len(combinations))
 
@@ -267,7 +277,9 @@ def finite(out: Path) -> bool:
     import torch
 
     return all(
-        tensor.isfinite().all() for path in checkpoints(out) for tensor in torch.load(path, weights_only=True)["model"].values()
+        tensor.isfinite().all()
+        for path in checkpoints(out)
+        for tensor in torch.load(path, weights_only=True)["model"].values()
     )
 
 
@@ -290,7 +302,9 @@ def test_a_step_with_a_number_that_is_not_finite_is_skipped_and_counted(trials, 
     def trial(number: int) -> None:
         fault, flags = ONCE[number]
         out = tmp_path / f"{number}"
-        ran = run(*short, *flags, "--save-every", 1, "--keep", 99, "--out", out, launcher=SABOTAGED, env={"TEST_FAULT": fault})
+        ran = run(
+            *short, *flags, "--save-every", 1, "--keep", 99, "--out", out, launcher=SABOTAGED, env={"TEST_FAULT": fault}
+        )
         about = (ONCE[number], ran)
         assert ran.code == 0 and complaints(ran) == [] and steps(out) == list(range(1, 13)), about
         skipped = [line.get("skipped", 0) for line in metrics(out) if "loss" in line]
@@ -336,8 +350,9 @@ def test_a_learning_rate_far_too_high(trials, short, tmp_path):
 @pytest.mark.torture
 def test_data_that_is_not_finite_in_another_model(trials):
     """Through loop.train_: the weights are those of the data without the bad batches."""
-    import loop
     import torch
+
+    import loop
 
     def loss_fn(model, batch):
         return torch.nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
@@ -348,7 +363,9 @@ def test_data_that_is_not_finite_in_another_model(trials):
         for parameter in model.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        reports = [r for _, r in loop.train_(model, [optimizer], (([b], len(b[0])) for b in batches), loss_fn, clip=1.0)]
+        reports = [
+            r for _, r in loop.train_(model, [optimizer], (([b], len(b[0])) for b in batches), loss_fn, clip=1.0)
+        ]
         return [p.detach() for p in model.parameters()], reports
 
     def trial(number: int) -> None:

@@ -35,6 +35,7 @@ def test_the_linear_regression_gives_the_same_weights_on_one_process_and_two(tmp
 
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"(?<=[ `])--[a-z-]+", README))))
 def test_each_flag_of_the_readme_exists(flag):
-    others = {"--nproc-per-node", "--nnodes", "--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint"}  # torchrun's
+    # torchrun's
+    others = {"--nproc-per-node", "--nnodes", "--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint"}
     others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # srun's
     assert flag in others or f'"{flag}' in (ROOT / "run.py").read_text() or flag == "--help"

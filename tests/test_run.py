@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    MODEL, PYTHON, TINY, Program, Ran, ahead, checkpoints, losses, metrics, run, same_training, state, torchrun,
+    MODEL,
+    PYTHON,
+    TINY,
+    Program,
+    Ran,
+    ahead,
+    checkpoints,
+    losses,
+    metrics,
+    run,
+    same_training,
+    state,
+    torchrun,
 )  # fmt: skip
 
 import gpt

@@ -13,8 +13,6 @@ import shutil
 import struct
 import subprocess
 import tempfile
-import threading
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -46,7 +44,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 # to a file is durable once that file is fsynced, a change of a folder once that folder is; until then a power cut
 # keeps any subset of the changes, and of each write nothing, half or all.
 
-CALLS = "openat,read,write,pwrite64,lseek,ftruncate,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,mkdir,link"
+CALLS = (
+    "openat,read,write,pwrite64,lseek,ftruncate,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,mkdir,link"
+)
 
 
 def recorded(saves: Callable[[], None], folder: Path) -> list[tuple]:
@@ -136,7 +136,9 @@ def images(operations: list[tuple], out: str) -> Iterator[dict[str, bytes]]:
         made = [change[1] for _, change, _ in changes if change[0] == "mkdir"]
         if all(folder in names for folder in made):
             # whatever has not the name of a checkpoint is never opened, so what is in it makes no difference
-            inside = {n: f for n, f in names.items() if os.path.dirname(n) == out and ckpt.NAME.fullmatch(n[len(out) + 1 :])}
+            inside = {
+                n: f for n, f in names.items() if os.path.dirname(n) == out and ckpt.NAME.fullmatch(n[len(out) + 1 :])
+            }
             for content in product(*[left_of(writes[file]) for file in inside.values()]):
                 yield {os.path.basename(name): raw for name, raw in zip(inside, content)}
         else:
@@ -203,7 +205,11 @@ def test_after_a_power_cut_at_any_moment_the_newest_or_the_one_before_loads(tria
 @pytest.mark.parametrize("missing", ["file", "folder", "parent"])
 def test_the_model_of_a_power_cut_finds_a_save_without_an_fsync_of_the(missing, tmp_path):
     operations, out = some_saves(0, tmp_path)
-    kind = {"file": lambda of: isinstance(of, int), "folder": lambda of: of == out, "parent": lambda of: of == os.path.dirname(out)}
+    kind = {
+        "file": lambda of: isinstance(of, int),
+        "folder": lambda of: of == out,
+        "parent": lambda of: of == os.path.dirname(out),
+    }
     unsafe = [o for o in operations if not (o[0] == "sync" and kind[missing](o[1]))]
     assert len(unsafe) < len(operations)
     with pytest.raises(AssertionError):
@@ -434,7 +440,10 @@ def test_a_forged_file_is_refused_with_the_reason_no_code_run_and_no_memory_take
         found, rejected = outcome
         assert not (tmp_path / "was run").exists(), kind
         assert (found.entry == old) == bool(reason), (kind, rejected)
-        assert not reason or len(rejected) == 1 and re.match(f"{bad}: not a checkpoint: .*({reason})", rejected[0]), (kind, rejected)
+        assert not reason or len(rejected) == 1 and re.match(f"{bad}: not a checkpoint: .*({reason})", rejected[0]), (
+            kind,
+            rejected,
+        )
 
     trials("forged file", trial, few=len(FORGED), many=len(FORGED), at_once=1)
 
@@ -488,8 +497,10 @@ def forged_state(kind: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 NAMED = {"shape": "embedding.weight", "dtype": "embedding.weight", "missing": "embedding.weight", "surplus": "another"}
-OF_THE_OPTIMIZER = ("shape of a moment", "dtype of a moment", "missing moment", "moments of nobody", "optimizers", "scaler", "step")
-KINDS = [*NAMED, "not a number", *OF_THE_OPTIMIZER, "layers", "width", "vocabulary", "type", "recursion", "laughs", "config"]
+OF_THE_OPTIMIZER = ("shape of a moment", "dtype of a moment", "missing moment", "moments of nobody")
+OF_THE_OPTIMIZER += ("optimizers", "scaler", "step")
+KINDS = [*NAMED, "not a number", *OF_THE_OPTIMIZER, "layers", "width", "vocabulary", "type", "recursion", "laughs"]
+KINDS += ["config"]
 
 
 def test_a_forged_state_is_refused_by_the_program_with_the_reason(trials, finished, tmp_path_factory):
@@ -562,10 +573,16 @@ def broken(*calls: str) -> Callable[[Path, int], Any]:
     def broken(out: Path, pid: int) -> Iterator[None]:
         """Some of the calls that concern the folder are EIO."""
         paths = [out, out / "metrics.jsonl", out / f"{ckpt.TEMPORARY}{pid}"]
-        options = ["-f", "-qq", "-o", os.devnull, "-e", f"trace={','.join(calls)}", "-e", f"inject={','.join(calls)}:error=EIO"]
+        options = ["-f", "-qq", "-o", os.devnull]
+        options += ["-e", f"trace={','.join(calls)}", "-e", f"inject={','.join(calls)}:error=EIO"]
         watched = [word for path in paths for word in ("-P", f"{path}")]
         strace = subprocess.Popen(["strace", *options, *watched, "-p", f"{pid}"], stderr=subprocess.DEVNULL)
-        wait_for(lambda: strace.poll() is not None or not re.search(r"TracerPid:\t0\n", Path(f"/proc/{pid}/status").read_text()), "it")
+        wait_for(
+            lambda: (
+                strace.poll() is not None or not re.search(r"TracerPid:\t0\n", Path(f"/proc/{pid}/status").read_text())
+            ),
+            "it",
+        )
         yield
         strace.terminate()
         strace.wait()
@@ -619,7 +636,9 @@ def test_whatever_is_wrong_with_the_disk_training_goes_on_and_the_next_save_trie
                 ran = program.finish()
         said = (name, ran)
         assert ran.code == (0 if goes_by else 1), said
-        assert all(re.match("Warning: (checkpoint|metrics|output) not written: ", line) for line in ran.err.splitlines()), said
+        assert all(
+            re.match("Warning: (checkpoint|metrics|output) not written: ", line) for line in ran.err.splitlines()
+        ), said
         # a save may make the folder anew before anybody misses it
         assert name == "folder deleted" or "checkpoint not written" in ran.err, said
         found, rejected = ckpt.newest(f"{out}")
@@ -650,7 +669,9 @@ def test_saves_without_end_take_no_more_and_keep_what_the_policy_says(trials, re
         chance = random.Random(0)
         for step in range(saves):
             loss = chance.choice([None, round(chance.uniform(1, 9), 2)])
-            kept.append(ckpt.in_background(ckpt.save_and_prune, f"{tmp_path}", some_state(step), step, loss, 3).result())
+            kept.append(
+                ckpt.in_background(ckpt.save_and_prune, f"{tmp_path}", some_state(step), step, loss, 3).result()
+            )
             best = min((e for e in kept if e.loss is not None), key=lambda e: (e.loss, -e.step), default=kept[-1])
             kept = [entry for entry in kept if entry in kept[-3:] or entry == best]
             assert sorted(os.listdir(tmp_path)) == sorted(entry.name for entry in kept)
