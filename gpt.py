@@ -37,20 +37,27 @@ class Config(NamedTuple):
 class Arch(NamedTuple):
     """What tells one architecture from another, as data."""
 
-    norm: Callable[[int], nn.Module]
+    norm: Callable[[int], Callable[[Tensor], Tensor]]  # width -> the function or module that normalises over it
     activation: Callable[[Tensor], Tensor]
-    place: Callable[[Tensor, Tensor], Tensor]  # q or k (B, H, T, D), turns (2, T, D / 2) -> (B, H, T, D)
+    place: Callable[[Tensor, Tensor], Tensor]  # q and k (2, B, H, T, D), turns (2, T, D / 2) -> (2, B, H, T, D)
     bias: bool
     learned_positions: bool
     tied_head: bool
     branch_std: Callable[[Config], float]  # initial weights of the layers that add to the residual stream
 
 
+def rms_norm(x: Tensor) -> Tensor:
+    """(..., C) -> the same, scaled to a root mean square of 1 over C; in x's own type, which autocast's would not be."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return x * (norm.square() / x.shape[-1] + 1e-6).rsqrt().to(x.dtype)
+
+
 def _rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Normalise (B, H, T, D) over D and turn each pair (i, i + D / 2) by its angle, given as (cos, sin)."""
+    """Normalise (..., T, D) over D and turn each pair (i, i + D / 2) by its angle, given as (cos, sin)."""
     cos, sin = turns
-    a, b = F.rms_norm(x, x.shape[-1:]).to(x.dtype).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    a, b = rms_norm(x).chunk(2, dim=-1)
+    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), dim=-1)
 
 
 def _turns(start: int, count: int, half: int, like: Tensor) -> Tensor:
@@ -71,7 +78,7 @@ ARCHS = {
         branch_std=lambda c: 0.02 / math.sqrt(2 * c.layers),
     ),
     "modern": Arch(
-        norm=partial(nn.RMSNorm, elementwise_affine=False),
+        norm=lambda width: rms_norm,
         activation=lambda x: x * F.relu(x),  # relu(x)^2, with a backward pass that needs no power
         place=_rotate,
         bias=False,
@@ -88,13 +95,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     Written out for short windows on a CPU, where the fused kernel's backward pass in bfloat16 takes up to
     ten times as long (torch 2.13).
     """
-    T, S, D = q.shape[-2], k.shape[-2], q.shape[-1]
+    (B, H, T, D), S = q.shape, k.shape[-2]
     if T in (1, S) and (q.device.type != "cpu" or S > 512):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
-    future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
-    scores = (q * D**-0.5) @ k.transpose(-2, -1)
-    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
-    return F.dropout(weights, dropout) @ v if dropout else weights @ v
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
+    future = torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu(S - T + 1)
+    weights = torch.baddbmm(future, q, k.transpose(1, 2), alpha=D**-0.5).softmax(dim=-1)  # scaled and masked on the way
+    weights = F.dropout(weights, dropout) if dropout else weights
+    return (weights @ v).view(B, H, T, D)
 
 
 class Cache(NamedTuple):
@@ -124,8 +132,8 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor, turns: Tensor, cache: Cache | None, start: int) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
-        q, k = self.place(q, turns), self.place(k, turns)
+        qkv = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+        (q, k), v = self.place(qkv[:2], turns), qkv[2]
         if cache is not None:
             cache.keys[:, :, start : start + T], cache.values[:, :, start : start + T] = k, v
             k, v = cache.keys[:, :, : start + T], cache.values[:, :, : start + T]
@@ -159,6 +167,8 @@ class GPT(nn.Module):
         if self.positions is not None:
             x = x + self.positions.weight[start : start + T]
         x = F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
+        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
+            x = x.bfloat16()  # the residual stream too: half the traffic
         turns = _turns(start, T, self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
             if self.checkpoint_activations and self.training:
