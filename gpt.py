@@ -92,11 +92,12 @@ ARCHS = {
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """q (B, H, T, D), k and v (B, H, S, D), the queries being the last T of S positions -> (B, H, T, D).
 
-    Written out for short windows on a CPU, where the fused kernel's backward pass in bfloat16 takes up to
-    ten times as long (torch 2.13).
+    Written out for short windows in bfloat16 on a CPU, where the fused kernel's backward pass takes up to ten times
+    as long (torch 2.13).
     """
     (B, H, T, D), S = q.shape, k.shape[-2]
-    if T in (1, S) and (q.device.type != "cpu" or S > 512):
+    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= 512
+    if T in (1, S) and not slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
     future = torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu(S - T + 1)

@@ -71,7 +71,7 @@ OPTIONS = {
         click.option("--spawn", type=click.IntRange(0, 1024), is_flag=False, flag_value=0, metavar="[N]", help="Start N processes here; without N one per GPU, or per core."),
         click.option("--device", default="auto", metavar="auto|cpu|cuda|mps"),
         click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Of the arithmetic; weights stay float32."),
-        click.option("--compile/--no-compile", default=None, help="torch.compile the blocks.  [default: on CUDA]"),
+        click.option("--compile/--no-compile", default=None, help="torch.compile the blocks.  [default: on CUDA; on a CPU for long runs]"),
         click.option("--checkpoint-activations", is_flag=True, help="Recompute blocks in the backward pass, to save memory."),
         click.option("--timeout", type=_positive, default=600.0, help="Seconds that the ranks wait for one another."),
     ],
@@ -406,7 +406,9 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     config = gpt.Config(corpus.vocab, o.block_size, o.layers, o.heads, o.embd, o.dropout, o.arch)
     bare = gpt.build(config, o.seed, o.checkpoint_activations)
     bare.to(world.device)
-    if o.compile if o.compile is not None else world.device.type == "cuda":
+    total = min(o.epochs * per_epoch, o.steps or math.inf)
+    flops = gpt.flops_per_token(config)
+    if compiling(o.compile, world.device, total * o.batch_size * o.block_size * flops):
         gpt.compile_(bare)
     model = ddp_setup.replicate(bare, world)
     o.dtype = ddp_setup.from_rank_zero(lambda: arithmetic(o.dtype, world.device), world)
@@ -420,10 +422,10 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     job = Job(
         model, optimizers, scaler, dtype, corpus, shards, val,
         start=saved.get("step", 0),
-        total=min(o.epochs * per_epoch, o.steps or math.inf),
+        total=total,
         tokens=partial(chardata.tokens_before, n=n, block_size=o.block_size, batch_size=o.batch_size),
         epoch=lambda step: step / per_epoch,
-        flops=gpt.flops_per_token(config),
+        flops=flops,
         peak=world.size * matmul_rate(world.device, dtype),
     )  # fmt: skip
     if job.start < job.total:
@@ -538,6 +540,16 @@ def arithmetic(name: str, device: Any) -> str:
         return name
     gain = matmul_rate(device, torch.bfloat16) / matmul_rate(device, torch.float32)
     return "bfloat16" if gain > 1.5 else "float32"
+
+
+def compiling(asked: bool | None, device: Any, flops: float) -> bool:
+    """--compile, with its default resolved: on a CPU compiling takes half a minute and then saves a fifth. What the whole
+    run takes is told by its `flops`, not by a clock, so that a stopped run goes on as it began.
+    """
+    if asked is not None:
+        return asked
+    worth_it = flops > 5e13 and shutil.which(os.environ.get("CXX", "g++")) is not None
+    return device.type == "cuda" or device.type == "cpu" and worth_it
 
 
 def matmul_rate(device: Any, dtype: Any) -> float:
@@ -771,7 +783,8 @@ def say_sample(job: Job, count: int = 400) -> None:
 
     first = torch.from_numpy(job.train[0][:1].astype("int64"))
     click.echo("A sample:")
-    stream(getattr(job.model, "module", job.model), job.corpus, first, count, temperature=0.8)
+    with torch.compiler.set_stance("force_eager"):  # or each length would be compiled
+        stream(getattr(job.model, "module", job.model), job.corpus, first, count, temperature=0.8)
 
 
 def stream(model: Any, vocabulary: Any, prompt: Any, count: int, **how: Any) -> None:

@@ -29,7 +29,7 @@ from conftest import (
 )  # fmt: skip
 
 import gpt
-from run import without_secrets
+from run import compiling, without_secrets
 
 LAUNCHES = {
     "in parts": (["--accum", 64], PYTHON),  # more than there are rows
@@ -371,6 +371,15 @@ def test_what_a_crash_garbled_in_the_metrics_is_dropped_and_the_rest_kept(undist
     assert ran.code == 0 and ran.err == "", ran
     assert (out / "metrics.jsonl").read_bytes().count(b"\n") == len(metrics(out))
     assert [step for step, _ in losses(out)] == list(range(1, 101))
+
+
+def test_on_a_cpu_a_long_run_is_compiled_where_it_can_be(monkeypatch, tmp_path):
+    cpu, cuda, long, short = torch.device("cpu"), torch.device("cuda"), 1e14, 1e13
+    monkeypatch.setenv("CXX", sys.executable)  # anything that is there
+    assert [compiling(None, cpu, flops) for flops in (short, long)] == [False, True]
+    assert compiling(None, cuda, short) and compiling(True, cpu, short) and not compiling(False, cuda, long)
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert not compiling(None, cpu, long)
 
 
 def test_the_lock_does_not_follow_a_link(text, tmp_path):
