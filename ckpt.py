@@ -183,8 +183,9 @@ def save(folder: str, state: dict[str, Any], step: int, loss: float | None = Non
         with open(temporary, "w+b") as file:
             _write(state, file)
             file.flush()
+            digested = in_background(digest, file)  # from memory, while the disk is waited for
             os.fsync(file.fileno())
-            entry = _entry(step, loss, digest(file))
+            entry = _entry(step, loss, digested.result())
         os.replace(temporary, os.path.join(folder, entry.name))
         _fsync_folder(folder)
     except BaseException:

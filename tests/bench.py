@@ -476,11 +476,12 @@ PARTS = [limits, training, data, scaling, checkpoints, start_up, sampling, memor
 def main(parts: tuple[str, ...], as_json: bool) -> None:
     """Measure all PARTS, or those that are named."""
     rows = []
-    for part in PARTS:
-        for line in part() if not parts or part.__name__ in parts else ():
-            rows.append({"part": part.__name__, **line._asdict()})
-            if not as_json:
-                click.echo(text_of(line))
+    with ddp_setup.process_group():  # which sees to threads and memory, as in a real run
+        for part in PARTS:
+            for line in part() if not parts or part.__name__ in parts else ():
+                rows.append({"part": part.__name__, **line._asdict()})
+                if not as_json:
+                    click.echo(text_of(line))
     if as_json:
         machine = {"torch": torch.__version__, "device": str(DEVICE), "cores": ddp_setup.cores()}
         click.echo(json.dumps({**machine, "rows": rows}, indent=1))
