@@ -43,6 +43,7 @@ _positive, _factor = click.FloatRange(0, min_open=True), click.FloatRange(0)
 OPTIONS = {
     "Data": [
         click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
+        click.option("--vocab", type=click.IntRange(1, 2**32), help="Of .bin and .npy: a number above every id. Above 1 GiB it has to be given.  [default: as the highest id needs]"),
         click.option("--tokens", type=click.Choice(["char", "byte"]), default="char", help="What one token of a text is."),
         click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
         click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
@@ -85,7 +86,9 @@ OPTIONS = {
     ],
 }  # fmt: skip
 # what a checkpoint was made with and cannot go on without: the model, and the order of the data
-PINNED = ("tokens", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer")
+PINNED = (
+    "tokens", "vocab", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer",
+)  # fmt: skip
 # what a resumed run takes from its command line alone
 OWN = ("spawn", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum", "checkpoint_activations")
 
@@ -334,7 +337,7 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
     import gpt
     import loop
 
-    share = {"rank": world.rank, "world_size": world.size}
+    share = {"rank": world.rank, "world_size": world.size, "vocab": job.corpus.vocab}
     steps = chardata.steps(job.train, o.block_size, o.batch_size, accum=o.accum, seed=o.seed, start=job.start, **share)
     training = loop.train_(
         job.model, job.optimizers, reading(steps, job.corpus), gpt.loss,
@@ -392,7 +395,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     saved = ddp_setup.from_rank_zero(look, world)
     if saved:
         take_over_(o, given, saved["config"])
-    corpus = chardata.read(o.data, o.tokens)
+    corpus = read(o)
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
     if saved and corpus.digest != saved["data"]:
@@ -430,6 +433,19 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
         with about(f"--out {o.out}"):
             ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
     return job
+
+
+def read(o: SimpleNamespace) -> Any:
+    """The data that the flags name. What a text is read as is a flag, so an error of it says which."""
+    import chardata
+
+    try:
+        corpus = chardata.read(o.data, o.tokens, vocab=o.vocab)
+    except UnicodeError as error:
+        raise ValueError(f"{error}: --tokens byte") from error
+    if corpus.kind == "ids":
+        o.vocab = corpus.vocab  # to be the same when it goes on
+    return corpus
 
 
 def find(out: str) -> tuple[Any, list[str]]:
@@ -877,12 +893,16 @@ def evaluate(o: SimpleNamespace) -> int:
         with users_mistakes():
             world = stack.enter_context(ddp_setup.process_group(o.device))
             model, vocabulary, trained = load(o.out, world.device)
-            corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars)
+            vocab = vocabulary.vocab if vocabulary.kind == "ids" else None
+            corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars, vocab)
+            if corpus.kind != vocabulary.kind:
+                raise ValueError(f"--data {o.data}: is {corpus.kind}; the model in {o.out} knows {vocabulary.kind}")
             shards = corpus.shards if o.data else chardata.split(corpus.shards, trained.val_fraction)[1]
             if chardata.length(shards) < 2:
                 raise ValueError(f"{o.data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
-        windows = chardata.every_window(shards, trained.block_size, 16, rank=world.rank, world_size=world.size)
-        sums = loop.evaluate(model, windows, gpt.loss)
+        share = {"rank": world.rank, "world_size": world.size, "vocab": vocabulary.vocab}
+        windows = chardata.every_window(shards, trained.block_size, 16, **share)
+        sums = loop.evaluate(model, reading(windows, corpus), gpt.loss)
         assert sums  # as nobody asks it to stop
         loss_sum, count = sums
     if world.rank == 0:

@@ -543,14 +543,14 @@ def npz():
     [
         ("empty.txt", b"", "is empty"),
         ("empty.bin", b"", "is empty"),
-        ("empty.npy", b"", "is empty"),
+        ("empty.npy", b"", "not a .npy file of numbers: "),  # it would have a header
         ("odd.bin", b"abc", "3 bytes; a .bin of uint16 tokens has an even number"),
         ("latin.txt", "café".encode("latin-1"), "not UTF-8 text (byte 0xe9 at 3); read it as bytes instead"),
         ("signed.npy", npy(np.arange(3, dtype=np.int32)), "shape (3,) of int32; needs (n,) of unsigned integers"),
         ("float.npy", npy(np.ones(3)), "shape (3,) of float64; needs (n,) of unsigned integers"),
         ("two.npy", npy(np.ones((2, 3), np.uint8)), "shape (2, 3) of uint8; needs (n,) of unsigned integers"),
         ("scalar.npy", npy(np.uint8(3)), "shape () of uint8; needs (n,) of unsigned integers"),
-        ("none.npy", npy(np.zeros(0, np.uint8)), "shape (0,) of uint8; needs (n,) of unsigned integers"),
+        ("none.npy", npy(np.zeros(0, np.uint8)), "is empty"),
         ("text.npy", b"hello, world", "not a .npy file of numbers: "),
         ("cut.npy", npy(np.arange(1000, dtype=np.uint16))[:-1], "not a .npy file of numbers: "),
         ("header.npy", npy(np.arange(1000, dtype=np.uint16))[:20], "not a .npy file of numbers: "),
