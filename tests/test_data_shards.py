@@ -209,6 +209,23 @@ def test_ten_to_the_eleven_windows_take_the_calls_and_the_memory_of_ten_to_the_f
     assert calls <= 1.1 * few_calls and size <= 1.1 * few_bytes, (few_calls, calls, few_bytes, size)
 
 
+def test_a_thousand_large_shards_are_told_apart_by_little_of_each():
+    shards = [np.zeros(1 << 22, np.uint8)] * 1000  # 4 GiB, were they different
+    altered = shards[0].copy()
+    altered[-1] = 1
+
+    class Counted(np.ndarray):
+        read = 0
+
+        def __getitem__(self, where):
+            Counted.read += where.stop - where.start
+            return np.asarray(self)[where]
+
+    whole = chardata.digest([shard.view(Counted) for shard in shards])
+    assert 0 < Counted.read <= 1 << 28
+    assert whole != chardata.digest([*shards[:-1], altered])
+
+
 # ------------------------------------------------------------------------------------------------ one copy per node
 
 ASK = """
