@@ -450,12 +450,14 @@ def test_without_the_help_pages_the_default_text_is_the_source_of_the_library(mo
 # ------------------------------------------------------------------------------------------------------ URLs
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "memory", "s3"])
 def remote(request, tmp_path, monkeypatch):
     """(an fsspec URL of an empty folder, a function that writes a file into it); the cache is empty too."""
     fsspec = pytest.importorskip("fsspec")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    url = f"{request.param}://{tmp_path}/remote"
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    url = f"{request.param}://{'bucket' if request.param == 's3' else ''}{tmp_path}/remote"
     fs, path = fsspec.core.url_to_fs(url)
 
     def write(name, content):
