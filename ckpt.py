@@ -272,12 +272,17 @@ def entries(folder: str) -> list[Entry]:
 
 
 def newest(folder: str) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint that can be read and verified, and a line for each newer one that cannot."""
+    """The newest checkpoint that can be read and verified, and a line for each newer one that cannot.
+
+    OSError if a URL does not answer: then nothing is known of what is there.
+    """
     rejected: list[str] = []
     for entry in reversed(entries(folder)):
         try:
             return Found(entry, load(folder, entry)), rejected
         except (OSError, ValueError) as error:
+            if type(error) is OSError and "://" in folder:  # as remote() has it: the file itself may be sound
+                raise
             rejected.append(f"{entry.name}: {error}")
     return None, rejected
 
