@@ -16,6 +16,7 @@ import fcntl
 import glob
 import hashlib
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -67,11 +68,13 @@ def read(data: str | None, kind: str, chars: str = "", vocab: int | None = None)
     if any(map(_holds_ids, names)):
         if not all(map(_holds_ids, names)):
             raise ValueError(f"{data}: token files (.bin, .npy) and text in one data set; use one of them")
-        return Corpus(loaded, vocab or _vocabulary(f"{data}", loaded), "ids", "", digest(loaded), stamps)
+        vocab, told = vocab or _vocabulary(f"{data}", loaded), digest(loaded)
+        return Corpus(_at_random(loaded), vocab, "ids", "", told, stamps)
     if vocab:
         raise ValueError(f"{data}: is text, and a vocab, here {vocab}, is for token files (.bin, .npy) alone")
     if kind == "byte":
-        return Corpus(loaded, 256, "byte", "", digest(loaded), stamps)
+        told = digest(loaded)
+        return Corpus(_at_random(loaded), 256, "byte", "", told, stamps)
     texts = [_decode(name, raw) for name, raw in zip(names, loaded)]
     chars = chars or characters(texts)
     shards = []
@@ -81,6 +84,14 @@ def read(data: str | None, kind: str, chars: str = "", vocab: int | None = None)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return Corpus(tuple(shards), len(chars), "char", chars, digest(shards, chars), ())
+
+
+def _at_random(shards: Shards) -> tuple[np.ndarray, ...]:
+    """The same; windows are drawn from anywhere, so that what lies behind one is not worth reading with it."""
+    for shard in shards:
+        if isinstance(shard.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+            shard.base.madvise(mmap.MADV_RANDOM)
+    return tuple(shards)
 
 
 def _holds_ids(name: str) -> bool:
