@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeVar
@@ -238,6 +239,18 @@ def _fail(error: Exception, here: Place, failures: dist.Store, timeout: float) -
     lost = _lost(error, timeout)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename != __file__]
     at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the start"
+    first, lines, silent = _within(6, partial(_compare, at, bool(lost), here, failures)) or (True, {}, [0])
+    if not first:
+        raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
+    if lost and silent:
+        raise ConnectionError(f"no answer from rank {', '.join(map(str, silent))} ({lost})") from error
+    if lost and len({*lines.values()}) > 1:
+        waiting = ", ".join(f"rank {rank} at {line}" for rank, line in lines.items())
+        raise ConnectionError(f"the ranks wait for one another, {waiting} ({lost})") from error
+
+
+def _compare(at: str, lost: bool, here: Place, failures: dist.Store) -> tuple[bool, dict[int, str], list[int]]:
+    """-> (whether nobody has reported yet, where each rank that failed was, who says nothing)."""
     try:
         failures.set_timeout(timedelta(seconds=5))
         failures.set(f"{here.rank}", at)
@@ -247,15 +260,18 @@ def _fail(error: Exception, here: Place, failures: dist.Store, timeout: float) -
         lines = {r: failures.get(f"{r}").decode() for r in range(here.size) if failures.check([f"{r}"])}
         silent = [rank for rank in range(here.size) if rank not in lines]
         silent = [rank for rank in silent if failures.check([f"left {rank}"])] or silent  # others may still wait for it
+        return first, lines, silent
     except dist.DistError:
-        first, lines, silent = True, {}, [0]  # which served the store
-    if not first:
-        raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
-    if lost and silent:
-        raise ConnectionError(f"no answer from rank {', '.join(map(str, silent))} ({lost})") from error
-    if lost and len({*lines.values()}) > 1:
-        waiting = ", ".join(f"rank {rank} at {line}" for rank, line in lines.items())
-        raise ConnectionError(f"the ranks wait for one another, {waiting} ({lost})") from error
+        return True, {}, [0]  # which served the store
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """What `call` returns, or None if it takes longer: over a link that is cut the store waits without a limit."""
+    outcome: list[T] = []
+    thread = threading.Thread(target=lambda: outcome.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcome[0] if outcome else None
 
 
 def _lost(error: Exception, timeout: float) -> str:
