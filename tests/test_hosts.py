@@ -115,7 +115,12 @@ def job(text: Path) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(job, tmp_path_factory) -> Iterator[Callable[[str], tuple[Path, int]]]:
+def endless(job) -> list[object]:
+    return [*job, "--steps", 10**6, "--epochs", 10**6]
+
+
+@pytest.fixture(scope="module")
+def outcomes(job, endless, tmp_path_factory) -> Iterator[Callable[[str], tuple[Path, int]]]:
     """outcomes(which): (the out folder, the bytes that the second host sent) of runs on two hosts."""
     folder = tmp_path_factory.mktemp("hosts")
 
@@ -126,12 +131,15 @@ def outcomes(job, tmp_path_factory) -> Iterator[Callable[[str], tuple[Path, int]
             return folder / name, sent(hosts[1])
 
     slow = "tbf rate 100mbit burst 64kb latency 200ms"
-    with ahead(
-        fast=partial(outcome, "fast", agent),
-        parts=partial(outcome, "parts", rank, "--accum", 4, shape=slow),
-        bf16=partial(outcome, "bf16", rank, "--compress", "bf16", shape=slow),
-    ) as runs:
-        yield lambda name: runs[name].result()
+    with (
+        ahead(cut=partial(cut_off, rank, 0.1, *endless, "--out", folder / "cut")) as waiting,
+        ahead(
+            fast=partial(outcome, "fast", agent),
+            parts=partial(outcome, "parts", rank, "--accum", 4, shape=slow),
+            bf16=partial(outcome, "bf16", rank, "--compress", "bf16", shape=slow),
+        ) as runs,
+    ):
+        yield lambda name: {**runs, **waiting}[name].result()
 
 
 @pytest.fixture(scope="module")
@@ -180,27 +188,33 @@ def said(ran: Ran) -> list[str]:
     return [line for line in ran.err.splitlines() if line.startswith("Error")]
 
 
+def cut_off(start: Callable[..., Program], after: float, *flags: object) -> None:
+    """Cut the link between two hosts so many seconds after step 20; every rank has to end, in time and with a word."""
+    with network(2) as hosts, ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        programs = [stack.enter_context(start(hosts, n, *flags, "--timeout", TIMEOUT)) for n in (0, 1)]
+        programs[0].read_to("step 20")
+        ending = [pool.submit(program.finish) for program in programs]
+        time.sleep(after)
+        cut(hosts[1])
+        wait_for(lambda: not any(p.family("\0RANK=") for p in programs), "every rank to end", TIMEOUT + 10)
+        if start is agent:  # the second's waits for the rendezvous until the system gives the link up
+            programs[1].process.kill()
+        ran = [ended.result() for ended in ending]
+    assert [said(r) for r in ran] == [[f"Error: no answer from rank {n} (timed out after 8 s)"] for n in (1, 0)], ran
+    assert [r.code for r in ran] == [1, -9 if start is agent else 1], ran
+
+
+def test_a_link_cut_in_mid_step_ends_every_rank(outcomes):
+    outcomes("cut")
+
+
 @pytest.mark.torture
 @pytest.mark.parametrize("start", [rank, agent])
-def test_a_link_cut_in_mid_step_ends_every_rank(start, job, trials, tmp_path):
+def test_a_link_cut_at_any_moment_ends_every_rank(start, endless, trials, tmp_path):
     def trial(number: int) -> None:
-        flags = [*job, "--steps", 10**6, "--epochs", 10**6, "--timeout", TIMEOUT, "--out", tmp_path / f"{number}"]
-        with network(2) as hosts, ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-            programs = [stack.enter_context(start(hosts, n, *flags)) for n in (0, 1)]
-            programs[0].read_to("step 20")
-            ending = [pool.submit(program.finish) for program in programs]
-            time.sleep(random.Random(number).random())
-            cut(hosts[1])
-            wait_for(lambda: not any(p.family("\0RANK=") for p in programs), "every rank to end", TIMEOUT + 10)
-            if start is agent:  # the second's waits for the rendezvous until the system gives the link up
-                programs[1].process.kill()
-            ran = [ended.result() for ended in ending]
-        assert [said(r) for r in ran] == [[f"Error: no answer from rank {n} (timed out after 8 s)"] for n in (1, 0)], (
-            ran
-        )
-        assert [r.code for r in ran] == [1, -9 if start is agent else 1], ran
+        cut_off(start, random.Random(number).random(), *endless, "--out", tmp_path / f"{number}")
 
-    trials(f"a link cut in mid-step ({start.__name__})", trial, few=int(start is rank), many=10)
+    trials(f"a link cut in mid-step ({start.__name__})", trial, few=0, many=10)
 
 
 @pytest.mark.torture
