@@ -152,8 +152,8 @@ def alone(job, tmp_path_factory) -> list[tuple[int, float]]:
 
 def close(curve: list[tuple[int, float]], other: list[tuple[int, float]], tolerance: float) -> bool:
     """Whether both have the same steps, and at each the same loss, up to a relative tolerance."""
-    steps = [step for step, _ in curve] == [step for step, _ in other]
-    return steps and all(math.isclose(a, b, rel_tol=tolerance) for (_, a), (_, b) in zip(curve, other))
+    same_steps = [step for step, _ in curve] == [step for step, _ in other]
+    return same_steps and all(math.isclose(a, b, rel_tol=tolerance) for (_, a), (_, b) in zip(curve, other))
 
 
 def gradients(out: Path) -> int:
