@@ -116,7 +116,7 @@ def job(text: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def endless(job) -> list[object]:
-    return [*job, "--steps", 10**6, "--epochs", 10**6]
+    return [*job, "--steps", 10**6, "--epochs", 10**6, "--no-compile"]
 
 
 @pytest.fixture(scope="module")
