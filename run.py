@@ -75,6 +75,7 @@ OPTIONS = {
         click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Of the arithmetic; weights stay float32."),
         click.option("--compile/--no-compile", default=None, help="torch.compile the blocks.  [default: on CUDA; on a CPU for long runs]"),
         click.option("--checkpoint-activations", is_flag=True, help="Recompute blocks in the backward pass, to save memory."),
+        click.option("--compress", type=click.Choice(["none", "bf16"]), default="none", help="How gradients travel between ranks; bf16: half the bytes."),
         click.option("--timeout", type=_positive, default=600.0, help="Seconds that the ranks wait for one another."),
     ],
     "Output": [
@@ -420,7 +421,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     flops = gpt.flops_per_token(config)
     if compiling(o.compile, world.device, total * o.batch_size * o.block_size * flops):
         gpt.compile_(bare)
-    model = ddp_setup.replicate(bare, world)
+    model = ddp_setup.replicate(bare, world, compress=o.compress == "bf16")
     o.dtype = ddp_setup.from_rank_zero(lambda: arithmetic(o.dtype, world.device), world)
     dtype = getattr(torch, o.dtype)
     optimizers = make_optimizers(bare, o)
