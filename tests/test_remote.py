@@ -148,7 +148,7 @@ def test_a_download_that_keeps_breaking_off_is_an_error_and_no_older_one_is_take
     assert ckpt.newest(folder)[0].entry == new
 
 
-def test_a_file_that_is_there_once_it_is_whole_is_there_after_half_a_write_to_any_url(tmp_path, monkeypatch):
+def test_half_a_file_left_by_an_upload_that_failed_is_taken_away(tmp_path, monkeypatch):
     """Where an upload has no end that makes it whole: it is taken away."""
     folder = f"file://{tmp_path}/out"
     old = ckpt.save(folder, STATE, 1)
