@@ -126,7 +126,7 @@ def local_files(data: str) -> list[str]:
     if "://" in data:
         try:
             names = _fetched(data)
-        except (OSError, ImportError, ValueError):
+        except (FileNotFoundError, IsADirectoryError, ImportError, ValueError):
             raise
         except Exception as error:  # each file system's package has its own
             raise OSError(f"{data}: {error}") from error
