@@ -14,7 +14,7 @@ Shapes: B batch, T time, C = embd, H heads, D = C / H, V vocabulary.
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -176,10 +176,27 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, turns, use_reentrant=False)
             else:
                 x = block(x, turns, caches[i] if caches else None, start)
-        logits: Tensor = self.head(self.norm(x))
+        x = self.norm(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            return cast(Tensor, self.head(x))
+        return cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
+
+
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, logits: int = 1 << 24) -> Tensor:
+    """x (N, C), head (V, C), targets (N,) int64 -> () float32, the sum of the losses in nats.
+
+    No more than about `logits` float32 logits are there at a time: beyond that in parts, and what a part's gradient
+    needs is computed again when it is. (F.linear_cross_entropy of torch 2.13 would do, but adds up in bfloat16.)
+    """
+
+    def part(x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
+    rows = max(1, logits // len(weight))
+    if len(x) <= rows:
+        return part(x, targets)
+    pairs = zip(x.split(rows), targets.split(rows))
+    return torch.stack([checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]).sum()
 
 
 def build(config: Config, seed: int, checkpoint_activations: bool = False) -> GPT:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
@@ -262,6 +264,33 @@ def test_the_flops_are_those_that_torch_counts_in_forward_and_backward(arch, con
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
         gpt.loss(model, (tokens, tokens))[0].backward()
     assert gpt.flops_per_token(config) * tokens.numel() == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 100])
+def test_the_loss_in_parts_is_the_loss_and_has_its_gradients(parts):
+    torch.manual_seed(0)
+    x, weight = torch.randn(100, 8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64)
+    targets = torch.randint(31, (100,))
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    theirs = F.cross_entropy((x @ weight.T).float(), targets, reduction="sum")
+    ours = gpt.cross_entropy(x, weight, targets, logits=31 * 100 // parts)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs))
+
+
+def test_no_more_logits_are_there_at_a_time_than_are_allowed():
+    x, weight, targets = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4), torch.zeros(64, dtype=torch.int64)
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            largest.extend(t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    with Watch():
+        gpt.cross_entropy(x, weight, targets, logits=500).backward()
+    assert max(largest) == 500
 
 
 @pytest.mark.parametrize("arch", ARCHS)
