@@ -260,7 +260,7 @@ def training() -> Iterator[Row]:
                     "muon": our_step(shape, dtype, optimizer="muon"),
                     "gpt2, adamw": our_step(shape, dtype, arch="gpt2"),
                 },
-                60,
+                25,
             )
             plain, bare = taken.pop("the guides' loop"), taken.pop("its bare step")
             for name, seconds in taken.items():
