@@ -42,12 +42,12 @@ class Corpus(NamedTuple):
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read(data: str | None, kind: str, chars: str = "") -> Corpus:
+def read(data: str | None, kind: str, chars: str = "", vocab: int = 0) -> Corpus:
     """Map `data` (a path, a glob, an fsspec URL; None: a text that every Python carries) as tokens.
 
     kind "char" has one id for each character, of `chars` if given, else of those that occur, in code point
     order; kind "byte" is the files as they are. `.bin` (uint16) and `.npy` files hold ids already and are
-    taken so under either kind. Raises ValueError or OSError with the file's name if they are not what they
+    taken so under either kind; they are below `vocab`, if given. Raises ValueError or OSError with the file's name if they are not what they
     should be.
     """
     names = [] if data is None else local_files(data)
@@ -59,7 +59,9 @@ def read(data: str | None, kind: str, chars: str = "") -> Corpus:
         if not all(name.endswith((".bin", ".npy")) for name in names):
             raise ValueError(f"{data}: token files (.bin, .npy) and text in one data set; use one of them")
         top = max(int(chunk.max()) for shard in loaded for chunk in _chunks(shard))
-        vocab = -(-(top + 1) // 64) * 64  # a round number of rows costs nothing and multiplies faster
+        if vocab and top >= vocab:
+            raise ValueError(f"{data}: token {top}; those of the model are below {vocab}")
+        vocab = vocab or -(-(top + 1) // 64) * 64  # a round number of rows costs nothing and multiplies faster
         return Corpus(tuple(loaded), vocab, "ids", "", digest(loaded), stamps)
     if kind == "byte":
         return Corpus(tuple(loaded), 256, "byte", "", digest(loaded), stamps)
