@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train a GPT on text, with as many processes as you like.
 
 python run.py                                   one process, a default text, under a minute
@@ -6,12 +7,14 @@ torchrun --nproc-per-node 4 run.py --epochs 3   the same under torchrun
 srun python run.py --epochs 3                   the same under SLURM
 python run.py sample --prompt "The "            what the newest checkpoint has to say
 python run.py eval --data other.txt             its exact loss on another text
+python run.py info, plot, export                what it is; how it came about; for other programs
 """
 
 import codecs
 import errno
 import faulthandler
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -33,6 +36,7 @@ import click
 
 # torch, and the modules that import it, are imported where they are used: --help answers at once.
 
+__version__ = "0.1.0"
 T = TypeVar("T")
 STARTED = time.perf_counter()
 PREFIX = "DDPKIT"
@@ -55,6 +59,7 @@ OPTIONS = {
         click.option("--heads", type=_count, default=4),
         click.option("--embd", type=_count, default=128, help="Width."),
         click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0),
+        click.option("--init-from", metavar="PATH", help="Begin with the weights, sizes and vocabulary of an --out folder, of what `export` wrote, or of a GPT-2 of Hugging Face or nanoGPT."),
     ],
     "Training": [
         click.option("--epochs", type=_count, default=1, help="Passes over the data."),
@@ -82,12 +87,15 @@ OPTIONS = {
         click.option("--save-every", type=_count, default=100, help="Steps between checkpoints."),
         click.option("--log-every", type=_count, default=10, help="Steps between lines of metrics."),
         click.option("--keep", type=_count, default=3, help="Checkpoints to keep: the last so many, and the best."),
+        click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too, into --out."),
+        click.option("--profile", type=_from_zero, default=0, metavar="N", help="Trace N steps, after a few, into trace.json of --out."),
     ],
 }  # fmt: skip
 # what a checkpoint was made with and cannot go on without: the model, and the order of the data
 PINNED = ("tokens", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer")
 # what a resumed run takes from its command line alone
-OWN = ("spawn", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum", "checkpoint_activations")
+OWN = ("spawn", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum", "checkpoint_activations",
+       "tensorboard", "profile")  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------- command line
@@ -112,7 +120,7 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
             config = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise mistake(f"--config {path}: {error.strerror if isinstance(error, OSError) else error}") from None
-    known = {param.name for param in ctx.command.params} - {"config"}
+    known = {param.name for param in ctx.command.params} - {"config", "version"}
     for key in config:
         if key not in known:
             raise mistake(f"--config {path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
@@ -133,6 +141,7 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
     metavar="FILE.toml",
     help="Any of these flags, as `batch-size = 64`.",
 )
+@click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)
 @click.pass_context
 def cli(ctx: click.Context, /, **options: Any) -> None:
     """Train a GPT on text, on one process or many.
@@ -156,7 +165,7 @@ def cli(ctx: click.Context, /, **options: Any) -> None:
 def format_options(ctx: click.Context, formatter: click.HelpFormatter) -> None:
     """The help page's flags, in the groups of OPTIONS."""
     records = (record for param in ctx.command.params if (record := param.get_help_record(ctx)))
-    for title, count in [*((title, len(group)) for title, group in OPTIONS.items()), ("Other", 1)]:
+    for title, count in [*((title, len(group)) for title, group in OPTIONS.items()), ("Other", 2)]:
         with formatter.section(title):
             formatter.write_dl(list(islice(records, count)))
     cli.format_commands(ctx, formatter)
@@ -300,6 +309,7 @@ class Job(NamedTuple):
     epoch: Callable[[int], float]  # steps done -> epochs
     flops: int  # for one token, forward and backward
     peak: float  # FLOP/s of all ranks' devices together, measured
+    board: Any = None  # a SummaryWriter, on rank 0 with --tensorboard
 
 
 class Mark(NamedTuple):
@@ -341,6 +351,8 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
         start=job.start, dtype=job.dtype, scaler=job.scaler, seed=o.seed, stop=asked, clip=o.clip or math.inf,
         lr_at=partial(loop.linear, total=job.total, warmup_steps=o.warmup, floor=o.min_lr / o.lr),
     )  # fmt: skip
+    if world.rank == 0 and (o.tensorboard or o.profile):
+        job, training = watched(o, job, training)
     loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
     with a_last_line(loop.Diverged, o.out, world, lambda: complain(writing)):
         for step, report in training:
@@ -353,7 +365,7 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
                 windows = chardata.every_window(job.val, o.block_size, o.batch_size, **share)
                 sums = loop.evaluate(job.model, reading(windows, job.corpus), gpt.loss, job.dtype, stop=asked)
                 stopped = sums is None
-                loss = log_evaluation(o, world, step, *sums) if sums else loss
+                loss = log_evaluation(o, job, world, step, *sums) if sums else loss
             if writing and writing.done():
                 complain(writing)
                 writing = None
@@ -372,6 +384,19 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
     return stopped, written
 
 
+def watched(o: SimpleNamespace, job: Job, training: Iterator[T]) -> tuple[Job, Iterator[T]]:
+    """The same, with what --tensorboard and --profile add."""
+    from extras import board, profiling
+
+    if o.tensorboard:
+        job = job._replace(board=board.open_board(o.out, job.start))
+    if o.profile:
+        if job.total - job.start < profiling.WARMUP + o.profile:
+            click.echo(f"Warning: --profile {o.profile}: {job.total - job.start} steps are left", err=True)
+        training = profiling.traced(training, o.profile, os.path.join(o.out, "trace.json"))
+    return job, training
+
+
 def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     """Everything up to the first step. Writes nothing before all of it has been found right."""
     import torch
@@ -381,21 +406,26 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     import ddp_setup
     import gpt
 
-    found, rejected = None, []
+    state, rejected = dict[str, Any](), []
 
     def look() -> dict[str, Any]:
-        nonlocal found, rejected
+        nonlocal state, rejected
         found, rejected = (None, []) if o.fresh else find(o.out)
-        small = ("config", "data", "step", "scaler")  # the weights stay on rank 0
-        return {"name": found.entry.name, **{key: found.state[key] for key in small}} if found else {}
+        state = found.state if found else imported(o.init_from) if o.init_from else {}
+        name = f"{o.out}/{found.entry.name}" if found else o.init_from
+        small = ("config", "vocabulary", "data", "step", "scaler")  # the weights stay on rank 0
+        return {"name": name, **{key: state[key] for key in small if key in state}} if state else {}
 
     saved = ddp_setup.from_rank_zero(look, world)
     if saved:
-        take_over_(o, given, saved["config"])
-    corpus = chardata.read(o.data, o.tokens)
+        take_over_(o, given, saved)
+    known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": 0, "chars": ""}
+    corpus = chardata.read(o.data, o.tokens, known["chars"], known["vocab"])
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
-    if saved and corpus.digest != saved["data"]:
+    if corpus.vocab != (known["vocab"] or corpus.vocab):
+        raise ValueError(f"--data {o.data}: {corpus.vocab} tokens; the model in {o.init_from} has {known['vocab']}")
+    if "data" in saved and corpus.digest != saved["data"]:
         raise ValueError(f"--data {o.data}: not what the run in {o.out} was trained on; --fresh starts a new one")
     shards, val = chardata.split(corpus.shards, o.val_fraction)
     n = chardata.length(shards)
@@ -416,9 +446,9 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     optimizers = make_optimizers(bare, o)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     if saved:
-        with about(f"{o.out}/{saved['name']}"):
-            ckpt.restore_(found.state if found else {}, model, optimizers)
-        scaler.load_state_dict(saved["scaler"])
+        with about(saved["name"]):
+            ckpt.restore_({"optimizers": [{} for _ in optimizers], **state} if state else {}, model, optimizers)
+        scaler.load_state_dict(saved.get("scaler", scaler.state_dict()))
     job = Job(
         model, optimizers, scaler, dtype, corpus, shards, val,
         start=saved.get("step", 0),
@@ -473,17 +503,34 @@ def check_saved(state: dict[str, Any], step: int) -> None:
         raise ValueError(f"has only {weights:,} weights, fewer than its flags tell of; --fresh discards it")
 
 
+def imported(path: str) -> dict[str, Any]:
+    """A model from elsewhere, as what a checkpoint begins with: weights, the flags that they tell of, the vocabulary."""
+    import ckpt
+    from extras import exchange
+
+    if ckpt.entries(path):
+        found, _ = find(path)
+        sizes, vocabulary, weights = (found.state[key] for key in ("config", "vocabulary", "model"))
+    else:
+        sizes, words, weights = exchange.read(path, ckpt.read)
+        vocabulary = {**words, "vocab": sizes["vocab"]}
+    flags = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
+    if vocabulary["kind"] != "ids":
+        flags["tokens"] = vocabulary["kind"]
+    return {"model": weights, "config": flags, "vocabulary": vocabulary}
+
+
 def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> None:
-    """What the command line does not say goes on as in the checkpoint; what it contradicts is an error."""
-    for name in vars(o).keys() & saved.keys() - set(OWN):
+    """What the command line does not say is as in the checkpoint, ours or imported; what it contradicts is an error."""
+    or_else = ", or start over with --fresh" if "step" in saved else ""
+    for name in vars(o).keys() & saved["config"].keys() - set(OWN):
+        ours, theirs = getattr(o, name), saved["config"][name]
         if name not in given:
-            setattr(o, name, saved[name])
-        elif name in PINNED and getattr(o, name) != saved[name]:
+            setattr(o, name, theirs)
+        elif name in (*PINNED, "init_from") and ours != theirs:
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"{flag} {getattr(o, name)} contradicts the checkpoint in {o.out}, made with {flag} {saved[name]}; "
-                "leave it out, or start over with --fresh"
-            )
+            made = f"{saved['name']}, made with {flag} {theirs}"
+            raise ValueError(f"{flag} {ours} contradicts {made}; leave it out{or_else}")
 
 
 def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
@@ -492,6 +539,10 @@ def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
         raise ValueError("--out is empty; name a folder or a URL")
     if o.batch_size < world.size:
         raise ValueError(f"--batch-size {o.batch_size} is smaller than the {world.size} ranks that share it")
+    if o.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ImportError("pip install tensorboard to write for it")
+    if o.profile and "://" in o.out:
+        raise ValueError(f"--profile {o.profile}: its trace needs a folder; --out is {o.out}")
     if o.min_lr > o.lr:
         raise ValueError(f"--min-lr {o.min_lr} is higher than --lr {o.lr}")
     parameters = o.layers * 12 * o.embd**2 + 2 * vocab * o.embd
@@ -693,7 +744,7 @@ def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, m
     }
     if int(report.skipped):
         record["skipped"] = int(report.skipped)
-    write_metrics(o.out, record)
+    write_metrics(o.out, record, job.board)
     eta = new.busy / (step - job.start) * (job.total - step)
     text = (
         f"step {step}/{job.total}  loss {record['loss']:.4f}" + (f"  val {val:.4f}" if val else "")
@@ -712,20 +763,25 @@ def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, m
     return new
 
 
-def log_evaluation(o: SimpleNamespace, world: Any, step: int, loss_sum: float, count: float) -> float:
+def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, loss_sum: float, count: float) -> float:
     """-> the loss."""
     val_loss = loss_sum / count
     if world.rank == 0:
-        write_metrics(o.out, {"step": step, "val_loss": val_loss, "seconds": round(time.perf_counter() - STARTED, 3)})
+        record = {"step": step, "val_loss": val_loss, "seconds": round(time.perf_counter() - STARTED, 3)}
+        write_metrics(o.out, record, job.board)
         if not sys.stdout.isatty():
             say(f"step {step}  validation loss {val_loss:.4f}")
     return val_loss
 
 
-def write_metrics(out: str, record: dict[str, Any]) -> None:
+def write_metrics(out: str, record: dict[str, Any], board: Any) -> None:
     finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no NaN
     try:
         append(out, "metrics.jsonl", json.dumps(finite) + "\n")
+        if board:
+            from extras.board import write
+
+            write(board, record)
     except OSError as error:
         warn_once(f"metrics not written: {said(error)}; training goes on")
 
@@ -890,7 +946,7 @@ def evaluate(o: SimpleNamespace) -> int:
         with users_mistakes():
             world = stack.enter_context(ddp_setup.process_group(o.device))
             model, vocabulary, trained = load(o.out, world.device)
-            corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars)
+            corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars, vocabulary.vocab)
             shards = corpus.shards if o.data else chardata.split(corpus.shards, trained.val_fraction)[1]
             if chardata.length(shards) < 2:
                 raise ValueError(f"{o.data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
@@ -905,6 +961,99 @@ def evaluate(o: SimpleNamespace) -> int:
         click.echo(
             f"loss {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}{per_character}, over {count:,.0f} tokens"
         )
+    return DONE
+
+
+@cli.command("info")
+@click.argument("out", default="out")
+@click.pass_context
+def info_command(ctx: click.Context, out: str) -> None:
+    """Print what the newest checkpoint in OUT is, and which of those there verify.
+
+    \b
+      python run.py info out
+    """
+    ctx.exit(info(out))
+
+
+def info(out: str) -> int:
+    import ckpt
+    from extras.describe import describe
+
+    with users_mistakes():
+        newest, verdicts, ran_on = None, [], None
+        for entry in ckpt.entries(out):
+            try:
+                state = ckpt.load(out, entry)
+                check_saved(state, entry.step)
+                newest, verdict = state, "verified"
+            except (OSError, ValueError) as error:
+                verdict = said(error)
+            size = "" if "://" in out else f"{os.path.getsize(os.path.join(out, entry.name)) / 1e6:,.1f} MB, "
+            verdicts.append(f"{entry.name}  {size}{verdict}")
+        if newest:
+            with suppress(OSError, ValueError), opened(out, "config.json", "r") as file:
+                ran_on = json.load(file)
+            click.echo(describe(newest, [json.loads(line) for line in metrics_until(out, newest["step"])], ran_on))
+        click.echo("\n".join(verdicts), nl=bool(verdicts))
+        if not newest:
+            raise ValueError(f"{out}: there is no checkpoint that can be used")
+    return DONE
+
+
+@cli.command("plot")
+@click.argument("outs", nargs=-1, required=True, metavar="OUT...")
+@click.option("-o", "--output", default="loss.png", metavar="FILE", help="A .png, .svg or .pdf.")
+@click.pass_context
+def plot_command(ctx: click.Context, outs: tuple[str, ...], output: str) -> None:
+    """Draw loss, throughput and learning rate of the runs in the folders OUT, in one figure.
+
+    \b
+      python run.py plot out out-wider -o loss.svg
+    """
+    ctx.exit(plot(outs, output))
+
+
+def plot(outs: tuple[str, ...], output: str) -> int:
+    from extras import plot as plotting
+
+    with users_mistakes():
+        runs = []
+        for out in outs:
+            with opened(out, "metrics.jsonl", "r") as metrics, opened(out, "config.json", "r") as config:
+                runs.append(plotting.parse(out, metrics, config.read()))
+        plotting.draw(runs, output)
+    return DONE
+
+
+@cli.command("export")
+@click.argument("out", default="out")
+@click.option(
+    "--format",
+    type=click.Choice(["hf", "safetensors", "nanogpt"]),
+    required=True,
+    help="hf: a folder for transformers; the others are files.",
+)
+@click.option("-o", "--output", required=True, metavar="PATH", help="What to write; must not exist.")
+@click.pass_context
+def export_command(ctx: click.Context, /, **options: Any) -> None:
+    """Write the newest checkpoint in OUT for other programs. --init-from reads it again.
+
+    \b
+      python run.py export out --format hf -o gpt2-mine
+    """
+    ctx.exit(export(SimpleNamespace(**options)))
+
+
+def export(o: SimpleNamespace) -> int:
+    from extras import exchange
+
+    with users_mistakes():
+        model, vocabulary, trained = load(o.out, "cpu")
+        config = {**model.config._asdict(), "dropout": trained.dropout}
+        words = {"kind": vocabulary.kind, "chars": vocabulary.chars}
+        exchange.write(exchange.Model(config, words, model.state_dict()), o.format, o.output)
+    click.echo(f"{o.output}: {model.config.arch}, {o.format}" + ", without a tokenizer" * (vocabulary.kind == "ids"))
     return DONE
 
 
