@@ -966,95 +966,70 @@ def evaluate(o: SimpleNamespace) -> int:
 
 @cli.command("info")
 @click.argument("out", default="out")
-@click.pass_context
-def info_command(ctx: click.Context, out: str) -> None:
+def info(out: str) -> None:
     """Print what the newest checkpoint in OUT is, and which of those there verify.
 
     \b
       python run.py info out
     """
-    ctx.exit(info(out))
-
-
-def info(out: str) -> int:
     import ckpt
-    from extras.describe import describe
+    from extras import describe
+
+    def verified(entry: Any) -> dict[str, Any]:
+        state = ckpt.load(out, entry)
+        check_saved(state, entry.step)
+        return state
 
     with users_mistakes():
-        newest, verdicts, ran_on = None, [], None
-        for entry in ckpt.entries(out):
-            try:
-                state = ckpt.load(out, entry)
-                check_saved(state, entry.step)
-                newest, verdict = state, "verified"
-            except (OSError, ValueError) as error:
-                verdict = said(error)
-            size = "" if "://" in out else f"{os.path.getsize(os.path.join(out, entry.name)) / 1e6:,.1f} MB, "
-            verdicts.append(f"{entry.name}  {size}{verdict}")
-        if newest:
-            with suppress(OSError, ValueError), opened(out, "config.json", "r") as file:
-                ran_on = json.load(file)
-            click.echo(describe(newest, [json.loads(line) for line in metrics_until(out, newest["step"])], ran_on))
-        click.echo("\n".join(verdicts), nl=bool(verdicts))
-        if not newest:
+        state, verdicts = describe.newest(ckpt.entries(out), verified)
+        config = ""
+        with suppress(OSError):
+            config = text_of(out, "config.json")
+        if state:
+            click.echo(describe.describe(state, metrics_until(out, state["step"]), config))
+        click.echo("".join(f"{line}\n" for line in verdicts), nl=False)
+        if not state:
             raise ValueError(f"{out}: there is no checkpoint that can be used")
-    return DONE
 
 
 @cli.command("plot")
 @click.argument("outs", nargs=-1, required=True, metavar="OUT...")
 @click.option("-o", "--output", default="loss.png", metavar="FILE", help="A .png, .svg or .pdf.")
-@click.pass_context
-def plot_command(ctx: click.Context, outs: tuple[str, ...], output: str) -> None:
+def plot(outs: tuple[str, ...], output: str) -> None:
     """Draw loss, throughput and learning rate of the runs in the folders OUT, in one figure.
 
     \b
       python run.py plot out out-wider -o loss.svg
     """
-    ctx.exit(plot(outs, output))
-
-
-def plot(outs: tuple[str, ...], output: str) -> int:
-    from extras import plot as plotting
+    from extras import plot
 
     with users_mistakes():
-        runs = []
-        for out in outs:
-            with opened(out, "metrics.jsonl", "r") as metrics, opened(out, "config.json", "r") as config:
-                runs.append(plotting.parse(out, metrics, config.read()))
-        plotting.draw(runs, output)
-    return DONE
+        runs = [plot.parse(out, *(text_of(out, name) for name in ("metrics.jsonl", "config.json"))) for out in outs]
+        plot.draw(runs, output)
+
+
+def text_of(out: str, name: str) -> str:
+    with opened(out, name, "r") as file:
+        return str(file.read())
 
 
 @cli.command("export")
 @click.argument("out", default="out")
-@click.option(
-    "--format",
-    type=click.Choice(["hf", "safetensors", "nanogpt"]),
-    required=True,
-    help="hf: a folder for transformers; the others are files.",
-)
+@click.option("--format", type=click.Choice(["hf", "safetensors", "nanogpt"]), required=True, help="hf is a folder.")
 @click.option("-o", "--output", required=True, metavar="PATH", help="What to write; must not exist.")
-@click.pass_context
-def export_command(ctx: click.Context, /, **options: Any) -> None:
+def export(out: str, format: str, output: str) -> None:
     """Write the newest checkpoint in OUT for other programs. --init-from reads it again.
 
     \b
       python run.py export out --format hf -o gpt2-mine
     """
-    ctx.exit(export(SimpleNamespace(**options)))
-
-
-def export(o: SimpleNamespace) -> int:
     from extras import exchange
 
     with users_mistakes():
-        model, vocabulary, trained = load(o.out, "cpu")
+        model, vocabulary, trained = load(out, "cpu")
         config = {**model.config._asdict(), "dropout": trained.dropout}
         words = {"kind": vocabulary.kind, "chars": vocabulary.chars}
-        exchange.write(exchange.Model(config, words, model.state_dict()), o.format, o.output)
-    click.echo(f"{o.output}: {model.config.arch}, {o.format}" + ", without a tokenizer" * (vocabulary.kind == "ids"))
-    return DONE
+        exchange.write(exchange.Model(config, words, model.state_dict()), format, output)
 
 
 def command_line() -> int:

@@ -1,14 +1,31 @@
 """What a checkpoint is, in words, from its state dict and what was logged on the way to it."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 
-def describe(state: dict[str, Any], lines: Sequence[dict[str, Any]], ran_on: Any) -> str:
-    """state: the checkpoint; lines: those of metrics.jsonl up to its step; ran_on: what config.json holds, if any."""
+def newest(entries: Iterable[Any], load: Callable[[Any], dict[str, Any]]) -> tuple[dict[str, Any] | None, list[str]]:
+    """(what `load` makes of the last of `entries` for which it does not raise, a line on each), oldest first."""
+    state, verdicts = None, []
+    for entry in entries:
+        try:
+            state = load(entry)
+            verdict = f"verified, {size(tensors(state))}"
+        except (OSError, ValueError) as error:
+            verdict = f"{error}"
+        verdicts.append(f"{entry.name}  {verdict}")
+    return state, verdicts
+
+
+def describe(state: dict[str, Any], metrics: Iterable[str], config: str) -> str:
+    """state: the checkpoint; metrics: lines of JSON objects up to its step; config: what its run left beside it."""
+    lines, ran_on = [json.loads(line) for line in metrics], {}
+    with suppress(ValueError, TypeError):
+        ran_on = dict(json.loads(config))
     c, v = state["config"], state["vocabulary"]
     weights, moments = list(tensors(state["model"])), list(tensors(state["optimizers"]))
-    ran_on = ran_on if isinstance(ran_on, dict) else {}
     shown = {
         "model": f"{c['arch']}, {c['layers']} layers, {c['heads']} heads, {c['embd']} wide, block size {c['block_size']}",
         "vocabulary": f"{v['vocab']} tokens of kind {v['kind']}",

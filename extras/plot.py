@@ -1,6 +1,6 @@
 """Training runs as a figure for a paper: loss against steps and tokens, throughput, learning rate.
 
-    runs = [parse("out", open("out/metrics.jsonl"), open("out/config.json").read())]
+    runs = [parse("out", open("out/metrics.jsonl").read(), open("out/config.json").read())]
     draw(runs, "loss.svg")
 
 Needs matplotlib, and neither torch nor a GPU: a run is what lies in its out folder.
@@ -9,7 +9,7 @@ Needs matplotlib, and neither torch nor a GPU: a run is what lies in its out fol
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import cycle
 from statistics import fmean, median
@@ -45,13 +45,13 @@ class Run(NamedTuple):
     config: dict[str, Any]
 
 
-def parse(name: str, metrics: Iterable[str], config: str) -> Run:
-    """The run `name`, from the lines of its metrics.jsonl and the text of its config.json.
+def parse(name: str, metrics: str, config: str) -> Run:
+    """The run `name`, from the texts of its metrics.jsonl and config.json.
 
     Lines that are not JSON objects with a step, as a crash can leave them, are dropped. ValueError if none is left.
     """
     records: list[dict[str, Any]] = []
-    for line in metrics:
+    for line in metrics.splitlines():
         with suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
             records += [record] if record["step"] >= 0 else []
