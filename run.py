@@ -541,6 +541,8 @@ def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
         raise ValueError(f"--batch-size {o.batch_size} is smaller than the {world.size} ranks that share it")
     if o.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ImportError("pip install tensorboard to write for it")
+    if o.init_from and os.path.realpath(o.init_from) == os.path.realpath(o.out):
+        raise ValueError(f"--init-from {o.init_from} is --out itself; name another --out")
     if o.profile and "://" in o.out:
         raise ValueError(f"--profile {o.profile}: its trace needs a folder; --out is {o.out}")
     if o.min_lr > o.lr:

@@ -605,6 +605,12 @@ def test_what_contradicts_an_imported_model_is_one_line(exported, text, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_begun_with_is_not_overwritten(done, tmp_path):
+    out = shutil.copytree(done("gpt2")[1], tmp_path / "out")
+    mistaken(run("--init-from", out, "--out", tmp_path / "." / "out", "--fresh"), "--init-from", "--out itself")
+    assert checkpoints(out)
+
+
 def test_ids_are_those_of_the_model(tmp_path):
     exchange.write(of("ids")[1], "nanogpt", f"{tmp_path / 'a.pt'}")
     begin = ["--init-from", tmp_path / "a.pt", "--steps", 1, "--out", tmp_path / "out", "--data"]
