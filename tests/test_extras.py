@@ -605,9 +605,10 @@ def test_what_contradicts_an_imported_model_is_one_line(exported, text, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_begun_with_is_not_overwritten(done, tmp_path):
+def test_what_is_begun_with_is_not_overwritten(done, text, tmp_path):
     out = shutil.copytree(done("gpt2")[1], tmp_path / "out")
-    mistaken(run("--init-from", out, "--out", tmp_path / "." / "out", "--fresh"), "--init-from", "--out itself")
+    beginning = ["--init-from", out, "--data", text, "--fresh", "--out", f"{tmp_path}/./out"]
+    mistaken(run(*beginning), "--init-from", "--out itself")
     assert checkpoints(out)
 
 

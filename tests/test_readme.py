@@ -38,4 +38,5 @@ def test_each_flag_of_the_readme_exists(flag):
     # torchrun's
     others = {"--nproc-per-node", "--nnodes", "--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint"}
     others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # srun's
+    others |= {"--logdir"}  # tensorboard's
     assert flag in others or f'"{flag}' in (ROOT / "run.py").read_text() or flag == "--help"
