@@ -12,12 +12,14 @@ and of tokens are memory-mapped and never read as a whole. Which windows a step 
 (seed, step), and which of those are mine of (rank, world_size) too: nothing to store, nothing to send.
 """
 
+import fcntl
 import glob
 import hashlib
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,13 +28,15 @@ from numpy.lib.stride_tricks import sliding_window_view
 T = TypeVar("T")
 Shards = Sequence[np.ndarray]  # each (n_i,), unsigned integers
 Batch = tuple[torch.Tensor, torch.Tensor]  # x (B, T) int64 and y (B, T) int64, y one token later than x
+LOOKED_THROUGH = 1 << 30  # bytes of token files that are read to find the highest id: what a start can wait for
+LLM_C = (20240520, 1)  # magic and version in the header of llm.c's .bin files; GPT-2 has no id to begin a file so
 
 
 class Corpus(NamedTuple):
     """Tokens and what it takes to read them."""
 
     shards: tuple[np.ndarray, ...]  # memory-mapped where the file allows
-    vocab: int  # every id is below this
+    vocab: int  # every id is to be below this; of token files that is checked as they are read, see steps()
     kind: str  # "char", "byte" or "ids"
     chars: str  # kind "char": id i stands for chars[i]; otherwise ""
     digest: str  # of the length and the content, see digest()
@@ -42,29 +46,35 @@ class Corpus(NamedTuple):
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read(data: str | None, kind: str, chars: str = "", vocab: int = 0) -> Corpus:
+def read(data: str | None, kind: str, chars: str = "", vocab: int | None = None) -> Corpus:
     """Map `data` (a path, a glob, an fsspec URL; None: a text that every Python carries) as tokens.
 
     kind "char" has one id for each character, of `chars` if given, else of those that occur, in code point
-    order; kind "byte" is the files as they are. `.bin` (uint16) and `.npy` files hold ids already and are
-    taken so under either kind; they are below `vocab`, if given. Raises ValueError or OSError with the file's name if they are not what they
-    should be.
+    order; kind "byte" is the files as they are. `.bin` (uint16, with llm.c's header or without) and `.npy` files
+    hold ids already and are taken so under either kind. Their `vocab` is what is given: then nothing is read but
+    what the digest takes, however large they are. Without it all is looked through for the highest id, up to 1 GiB.
+
+    A file without tokens adds none; all of them without is an error. Raises ValueError or OSError with the file's
+    name if they are not what they should be.
     """
     names = [] if data is None else local_files(data)
     stamps = tuple(_stamp(name) for name in names)
     loaded = [_map(name) for name in names]
     if data is None:
         names, loaded = ["the default text"], [np.frombuffer(default_text().encode(), np.uint8)]
-    if any(name.endswith((".bin", ".npy")) for name in names):
-        if not all(name.endswith((".bin", ".npy")) for name in names):
+    if not any(map(len, loaded)):
+        raise ValueError(f"{data if len(names) > 1 else names[0]}: is empty")
+    names, loaded = zip(*((name, shard) for name, shard in zip(names, loaded) if len(shard)))
+    if any(map(_holds_ids, names)):
+        if not all(map(_holds_ids, names)):
             raise ValueError(f"{data}: token files (.bin, .npy) and text in one data set; use one of them")
-        top = max(int(chunk.max()) for shard in loaded for chunk in _chunks(shard))
-        if vocab and top >= vocab:
-            raise ValueError(f"{data}: token {top}; those of the model are below {vocab}")
-        vocab = vocab or -(-(top + 1) // 64) * 64  # a round number of rows costs nothing and multiplies faster
-        return Corpus(tuple(loaded), vocab, "ids", "", digest(loaded), stamps)
+        vocab, told = vocab or _vocabulary(f"{data}", loaded), digest(loaded)
+        return Corpus(_at_random(loaded), vocab, "ids", "", told, stamps)
+    if vocab:
+        raise ValueError(f"{data}: is text, and a vocab, here {vocab}, is for token files (.bin, .npy) alone")
     if kind == "byte":
-        return Corpus(tuple(loaded), 256, "byte", "", digest(loaded), stamps)
+        told = digest(loaded)
+        return Corpus(_at_random(loaded), 256, "byte", "", told, stamps)
     texts = [_decode(name, raw) for name, raw in zip(names, loaded)]
     chars = chars or characters(texts)
     shards = []
@@ -74,6 +84,30 @@ def read(data: str | None, kind: str, chars: str = "", vocab: int = 0) -> Corpus
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return Corpus(tuple(shards), len(chars), "char", chars, digest(shards, chars), ())
+
+
+def _at_random(shards: Shards) -> tuple[np.ndarray, ...]:
+    """The same; windows are drawn from anywhere, so that what lies behind one is not worth reading with it."""
+    for shard in shards:
+        if isinstance(shard.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+            shard.base.madvise(mmap.MADV_RANDOM)
+    return tuple(shards)
+
+
+def _holds_ids(name: str) -> bool:
+    return name.endswith((".bin", ".npy"))
+
+
+def _vocabulary(data: str, shards: Shards) -> int:
+    """How many ids there are, by the highest; a multiple of 64, as a round number of rows multiplies faster."""
+    size = sum(shard.nbytes for shard in shards)
+    if size > LOOKED_THROUGH:
+        raise ValueError(
+            f"{data}: {size / 2**30:.1f} GiB of tokens are not looked through for the highest id; "
+            "their vocab has to be given, a number above every id: 50304 for GPT-2's"
+        )
+    top = max(int(chunk.max()) for shard in shards for chunk in _chunks(shard))
+    return -(-(top + 1) // 64) * 64
 
 
 def default_text() -> str:
@@ -90,7 +124,12 @@ def default_text() -> str:
 def local_files(data: str) -> list[str]:
     """The files that `data` names, sorted; those of a URL as copies in the user's cache."""
     if "://" in data:
-        names = _fetched(data)
+        try:
+            names = _fetched(data)
+        except (OSError, ImportError, ValueError):
+            raise
+        except Exception as error:  # each file system's package has its own
+            raise OSError(f"{data}: {error}") from error
     else:
         names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
@@ -102,7 +141,7 @@ def local_files(data: str) -> list[str]:
 
 
 def _fetched(url: str) -> list[str]:
-    """Copies of the files that `url` names, made once for each version of each, whole or not at all."""
+    """Copies of the files that `url` names, made once for each version of each."""
     from fsspec.core import url_to_fs  # comes with torch; only needed, and only imported, for a URL
 
     fs, path = url_to_fs(url)
@@ -112,33 +151,62 @@ def _fetched(url: str) -> list[str]:
         if fs.isdir(name):
             raise IsADirectoryError(f"{url}: is a folder; name its files, for example '{url}/*.txt'")
         version = hashlib.sha256(f"{fs.unstrip_protocol(name)} {fs.ukey(name)}".encode()).hexdigest()[:32]
-        copy = os.path.join(cache, version, os.path.basename(name))
-        if not os.path.exists(copy):
-            os.makedirs(os.path.dirname(copy), exist_ok=True)
-            fs.get_file(name, f"{copy}.{os.getpid()}")  # each rank its own: the last to be done wins
-            os.replace(f"{copy}.{os.getpid()}", copy)
-        copies.append(copy)
+        copies.append(_copy(fs, name, os.path.join(cache, version)))
     return copies
+
+
+def _copy(fs: Any, name: str, folder: str) -> str:
+    """The copy of a remote file in `folder`, whole or not there. Who asks first makes it, and the others wait."""
+    copy = os.path.join(folder, os.path.basename(name))
+    part = f"{copy}.part"
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, ".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process: one that died is waited for by nobody
+        except OSError as error:
+            hint = f"{error.strerror}; XDG_CACHE_HOME can name a disk that has file locks"
+            raise OSError(error.errno, hint, folder) from error
+        if not os.path.exists(copy):
+            fs.get_file(name, part)  # over what one that died has left
+            there, size = os.path.getsize(part), fs.size(name)
+            if size not in (there, None):
+                raise OSError(f"{fs.unstrip_protocol(name)}: only {there} of {size} bytes came")
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(part, copy)
+    return copy
 
 
 def _map(name: str) -> np.ndarray:
     """One file, memory-mapped: (n,) of its own unsigned integers for .npy, uint16 for .bin, else uint8."""
-    if os.path.getsize(name) == 0:
-        raise ValueError(f"{name}: is empty")
+    size = os.path.getsize(name)
     if name.endswith(".npy"):
         try:
             array = np.lib.format.open_memmap(name, mode="r")
         except Exception as error:  # whatever a file can make numpy raise
             raise ValueError(f"{name}: not a .npy file of numbers: {error}") from None
-        if array.ndim != 1 or array.dtype.kind != "u" or not len(array):
+        if array.ndim != 1 or array.dtype.kind != "u":
             raise ValueError(f"{name}: shape {array.shape} of {array.dtype}; needs (n,) of unsigned integers")
-        size, told = os.path.getsize(name), array.offset + array.nbytes
-        if size != told:
-            raise ValueError(f"{name}: {size} bytes; its header tells of {told}")
+        if size != array.offset + array.nbytes:
+            raise ValueError(f"{name}: {size} bytes; its header tells of {array.offset + array.nbytes}")
         return array
-    if name.endswith(".bin") and os.path.getsize(name) % 2:
-        raise ValueError(f"{name}: {os.path.getsize(name)} bytes; a .bin of uint16 tokens has an even number")
-    return np.memmap(name, np.uint16 if name.endswith(".bin") else np.uint8, mode="r")
+    offset = _header(name, size) if name.endswith(".bin") else 0
+    if name.endswith(".bin") and size % 2:
+        raise ValueError(f"{name}: {size} bytes; a .bin of uint16 tokens has an even number")
+    dtype = np.uint16 if name.endswith(".bin") else np.uint8
+    return np.memmap(name, dtype, mode="r", offset=offset) if size > offset else np.empty(0, dtype)
+
+
+def _header(name: str, size: int) -> int:
+    """How many bytes of a .bin come before its tokens: llm.c begins one with 256 int32, the third how many follow."""
+    head = np.fromfile(name, np.int32, 3)
+    if len(head) < 3 or head[0] != LLM_C[0]:
+        return 0
+    if head[1] != LLM_C[1]:
+        raise ValueError(f"{name}: has llm.c's header of version {head[1]}; needs version {LLM_C[1]}, of uint16 tokens")
+    if size != 1024 + 2 * int(head[2]):
+        raise ValueError(f"{name}: {size} bytes; its header tells of {1024 + 2 * int(head[2])}")
+    return 1024
 
 
 def _stamp(name: str) -> tuple[str, int, int]:
@@ -161,7 +229,11 @@ def unchanged(batches: Iterable[T], corpus: Corpus) -> Iterator[T]:
 
 def _look_at(stamps: Iterable[tuple[str, int, int]]) -> None:
     for stamp in stamps:
-        if not os.path.exists(stamp[0]) or _stamp(stamp[0]) != stamp:
+        try:
+            same = _stamp(stamp[0]) == stamp
+        except FileNotFoundError:
+            same = False
+        if not same:
             raise OSError(f"{stamp[0]}: changed, or is gone, while it was being trained on")
 
 
@@ -174,7 +246,7 @@ def _decode(name: str, raw: np.ndarray) -> str:
         return raw.tobytes().decode("utf-8")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise ValueError(
+        raise UnicodeError(
             f"{name}: not UTF-8 text (byte 0x{byte:02x} at {error.start}); read it as bytes instead"
         ) from None
 
@@ -183,9 +255,11 @@ def digest(shards: Shards, chars: str = "") -> str:
     """A fingerprint of the vocabulary and the tokens: all lengths, and the content up to 16 MiB a shard.
 
     Of a larger shard 16 MiB are read, in 16 stretches spread evenly from its first byte to its last, so
-    that mapping a terabyte stays instant.
+    that mapping a terabyte stays instant; of many that are more than 256 MiB together, less of each.
     """
     block, count = 1 << 20, 16
+    if sum(shard.nbytes for shard in shards) > 1 << 28:
+        block = min(block, max(1 << 12, (1 << 24) // len(shards)))
     hashed = hashlib.blake2b(chars.encode(), digest_size=16)
     for shard in shards:
         raw = shard.view(np.uint8)
@@ -305,19 +379,21 @@ def steps(
     world_size: int = 1,
     seed: int = 0,
     start: int = 0,
+    vocab: int | None = None,
 ) -> Iterator[tuple[list[Batch], int]]:
     """From step `start` on and without end: (this rank's micro-batches, tokens in the global batch).
 
     A step's `batch_size` windows are dealt to the ranks, and a rank's to at most `accum` micro-batches, as
     evenly as they go. A rank that gets none (an epoch's last step can have fewer windows than there are
     ranks) is given some window with a total of 0: to be computed like any other and counted as nothing.
+    ValueError names an id that is not below `vocab`, if given, and its file.
     """
     n, count = length(shards), windows(length(shards), block_size)
     per_epoch = math.ceil(count / batch_size)
     slack = n - 1 - count * block_size
     rows = max(1, batch_size // world_size)
     ahead = max(1, (1 << 18) // (rows * block_size))  # steps gathered at once: numpy's calls cost microseconds
-    gather = _gatherer(shards, block_size + 1)
+    gather = _gatherer(shards, block_size + 1, vocab)
     while True:
         epoch, first = divmod(start, per_epoch)
         offset = _key(seed, epoch, "offset") % (slack + 1)
@@ -338,21 +414,21 @@ def steps(
 
 
 def every_window(
-    shards: Shards, block_size: int, batch_size: int, *, rank: int = 0, world_size: int = 1
+    shards: Shards, block_size: int, batch_size: int, *, rank: int = 0, world_size: int = 1, vocab: int | None = None
 ) -> Iterator[Batch]:
     """This rank's batches of a pass over all tokens but the first, each predicted exactly once, in order.
 
-    The last window is as short as what is left. Ranks differ by at most one batch.
+    The last window is as short as what is left. Ranks differ by at most one batch. `vocab` is as in steps().
     """
     n = length(shards)
     count, tail = divmod(n - 1, block_size)
-    gather = _gatherer(shards, block_size + 1)
+    gather = _gatherer(shards, block_size + 1, vocab)
     starts = range(0, count, batch_size)
     for first in starts[rank::world_size]:
         index = np.arange(first, min(first + batch_size, count))
         yield _batch(torch.from_numpy(gather(index * block_size)))
     if tail and rank == len(starts) % world_size:
-        yield _batch(torch.from_numpy(_gatherer(shards, tail + 1)(np.array([n - 1 - tail]))))
+        yield _batch(torch.from_numpy(_gatherer(shards, tail + 1, vocab)(np.array([n - 1 - tail]))))
 
 
 def shard(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
@@ -407,11 +483,18 @@ def _batch(rows: torch.Tensor) -> Batch:
     return rows[:, :-1], rows[:, 1:]
 
 
-def _gatherer(shards: Shards, size: int) -> Callable[[np.ndarray], np.ndarray]:
+def _gatherer(shards: Shards, size: int, vocab: int | None = None) -> Callable[[np.ndarray], np.ndarray]:
     """A function (B,) starts -> (B, size) int64: that many tokens from each start, across shards if need be."""
+
+    def below(rows: np.ndarray, k: int) -> np.ndarray:
+        if vocab and rows.size and rows.max() >= vocab:
+            name = getattr(shards[k], "filename", "the data")
+            raise ValueError(f"{name}: has the id {rows.max()}, and the vocabulary ends at {vocab - 1}")
+        return rows
+
     views = [sliding_window_view(shard, size) if len(shard) >= size else shard for shard in shards]
     if len(shards) == 1:
-        return lambda starts: views[0][starts].astype(np.int64)
+        return lambda starts: below(views[0][starts], 0).astype(np.int64)
     ends = np.cumsum([len(shard) for shard in shards])
     begins = ends - [len(shard) for shard in shards]
 
@@ -421,12 +504,12 @@ def _gatherer(shards: Shards, size: int) -> Callable[[np.ndarray], np.ndarray]:
         whole = starts + size <= ends[inside]
         for k in np.unique(inside[whole]):
             rows = np.flatnonzero(whole & (inside == k))
-            out[rows] = views[k][starts[rows] - begins[k]]
+            out[rows] = below(views[k][starts[rows] - begins[k]], k)
         for row in np.flatnonzero(~whole):
             place = starts[row] + np.arange(size)
             owner = np.searchsorted(ends, place, side="right")
             for k in np.unique(owner):
-                out[row, owner == k] = shards[k][place[owner == k] - begins[k]]
+                out[row, owner == k] = below(shards[k][place[owner == k] - begins[k]], k)
         return out
 
     return gather

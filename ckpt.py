@@ -21,15 +21,15 @@ import os
 import pickle
 import pickletools
 import re
-import shutil
 import socket
 import struct
 import tempfile
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
@@ -196,15 +196,20 @@ def save(folder: str, state: dict[str, Any], step: int, loss: float | None = Non
 
 
 def _save_remote(folder: str, state: dict[str, Any], step: int, loss: float | None) -> Entry:
-    """The same through fsspec. A half-finished upload cannot pass for a checkpoint: its digest is not its name's."""
-    fs, path = _filesystem(folder)
-    with tempfile.TemporaryFile() as file:
+    """The same through fsspec. Object stores show an upload once it is whole; elsewhere half of one may be left by a
+    process that is killed, and cannot pass for a checkpoint: its digest is not its name's."""
+    with tempfile.TemporaryDirectory() as here, open(os.path.join(here, "state"), "w+b") as file:
         _write(state, file)
+        file.flush()
         entry = _entry(step, loss, digest(file))
-        file.seek(0)
-        fs.makedirs(path, exist_ok=True)
-        with fs.open(f"{path}/{entry.name}", "wb") as remote:
-            shutil.copyfileobj(file, remote, 1 << 24)
+        make_folder(folder)
+        with remote(folder) as (fs, path):
+            try:
+                fs.put_file(file.name, f"{path}/{entry.name}")
+            except BaseException:
+                with suppress(Exception):  # it may not have got there
+                    fs.rm_file(f"{path}/{entry.name}")
+                raise
     return entry
 
 
@@ -225,6 +230,10 @@ def _entry(step: int, loss: float | None, digest: str) -> Entry:
 
 def make_folder(folder: str) -> None:
     """As os.makedirs, but durable: a checkpoint is lost if the folder that it is in is."""
+    if "://" in folder:
+        with remote(folder) as (fs, path):
+            fs.makedirs(path, exist_ok=True)
+        return
     folder = os.path.abspath(folder)
     if not os.path.isdir(folder):
         make_folder(os.path.dirname(folder))
@@ -253,9 +262,9 @@ def digest(file: BinaryIO) -> str:
 def entries(folder: str) -> list[Entry]:
     """What by its name is a checkpoint in `folder`, oldest first. Nothing is opened."""
     if "://" in folder:
-        fs, path = _filesystem(folder)
-        fs.invalidate_cache()
-        names = [name.rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)] if fs.exists(path) else []
+        with remote(folder) as (fs, path):
+            fs.invalidate_cache()
+            names = [name.rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)] if fs.exists(path) else []
     else:
         names = os.listdir(folder) if os.path.isdir(folder) else []
     matches = [match for match in map(NAME.fullmatch, names) if match]
@@ -264,12 +273,17 @@ def entries(folder: str) -> list[Entry]:
 
 
 def newest(folder: str) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint that can be read and verified, and a line for each newer one that cannot."""
+    """The newest checkpoint that can be read and verified, and a line for each newer one that cannot.
+
+    OSError if a URL does not answer: then nothing is known of what is there.
+    """
     rejected: list[str] = []
     for entry in reversed(entries(folder)):
         try:
             return Found(entry, load(folder, entry)), rejected
         except (OSError, ValueError) as error:
+            if type(error) is OSError and "://" in folder:  # as remote() has it: the file itself may be sound
+                raise
             rejected.append(f"{entry.name}: {error}")
     return None, rejected
 
@@ -415,8 +429,8 @@ def lock(folder: str, patience: float = 2.0) -> int | None:
 def set_aside(folder: str, name: str) -> None:
     """Rename what is no checkpoint after all, so that it is neither tried nor counted as one again."""
     if "://" in folder:
-        fs, path = _filesystem(folder)
-        fs.mv(f"{path}/{name}", f"{path}/{name}.damaged")
+        with remote(folder) as (fs, path):
+            fs.mv(f"{path}/{name}", f"{path}/{name}.damaged")
     else:
         os.rename(os.path.join(folder, name), os.path.join(folder, f"{name}.damaged"))
 
@@ -425,8 +439,8 @@ def remove(folder: str, name: str) -> None:
     """Delete one file of `folder`; no error if somebody did so before. A folder is not ours to delete: set aside."""
     try:
         if "://" in folder:
-            fs, path = _filesystem(folder)
-            fs.rm_file(f"{path}/{name}")
+            with remote(folder) as (fs, path):
+                fs.rm_file(f"{path}/{name}")
         else:
             os.unlink(os.path.join(folder, name))
     except FileNotFoundError:
@@ -441,12 +455,24 @@ def _open(folder: str, name: str) -> Any:
         if os.path.exists(path) and not os.path.isfile(path):
             raise OSError("not a file")  # a pipe or a device might never end
         return open(path, "rb")
-    fs, path = _filesystem(folder)
-    return fs.open(f"{path}/{name}", "rb")
+    with remote(folder) as (fs, path), tempfile.TemporaryDirectory() as here:
+        fs.get_file(f"{path}/{name}", os.path.join(here, "state"))  # once: what it is for reads it here and there
+        return open(os.path.join(here, "state"), "rb")  # and is there as long as it is open
 
 
-def _filesystem(folder: str) -> tuple[Any, str]:
+@contextmanager
+def remote(folder: str) -> Iterator[tuple[Any, str]]:
+    """(file system, path) of a URL. What goes wrong with it inside is an OSError that names the folder.
+
+    Nothing is tried again here: the packages of file systems do so, as often as their own settings say.
+    """
     from fsspec.core import url_to_fs  # comes with torch; only needed, and only imported, for a URL
 
-    fs, path = url_to_fs(folder)
-    return fs, path.rstrip("/")
+    try:
+        fs, path = url_to_fs(folder)
+        yield fs, path.rstrip("/")
+    except (FileNotFoundError, IsADirectoryError, ImportError, ValueError):
+        raise
+    except Exception as error:  # each package has its own
+        text = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise OSError(f"{folder}: {text}") from error

@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeVar
@@ -34,6 +35,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook  # noqa: E402
 
 T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -238,6 +240,18 @@ def _fail(error: Exception, here: Place, failures: dist.Store, timeout: float) -
     lost = _lost(error, timeout)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename != __file__]
     at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the start"
+    first, lines, silent = _within(6, partial(_compare, at, bool(lost), here, failures)) or (True, {}, [0])
+    if not first:
+        raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
+    if lost and silent:
+        raise ConnectionError(f"no answer from rank {', '.join(map(str, silent))} ({lost})") from error
+    if lost and len({*lines.values()}) > 1:
+        waiting = ", ".join(f"rank {rank} at {line}" for rank, line in lines.items())
+        raise ConnectionError(f"the ranks wait for one another, {waiting} ({lost})") from error
+
+
+def _compare(at: str, lost: bool, here: Place, failures: dist.Store) -> tuple[bool, dict[int, str], list[int]]:
+    """-> (whether nobody has reported yet, where each rank that failed was, who says nothing)."""
     try:
         failures.set_timeout(timedelta(seconds=5))
         failures.set(f"{here.rank}", at)
@@ -247,15 +261,18 @@ def _fail(error: Exception, here: Place, failures: dist.Store, timeout: float) -
         lines = {r: failures.get(f"{r}").decode() for r in range(here.size) if failures.check([f"{r}"])}
         silent = [rank for rank in range(here.size) if rank not in lines]
         silent = [rank for rank in silent if failures.check([f"left {rank}"])] or silent  # others may still wait for it
+        return first, lines, silent
     except dist.DistError:
-        first, lines, silent = True, {}, [0]  # which served the store
-    if not first:
-        raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
-    if lost and silent:
-        raise ConnectionError(f"no answer from rank {', '.join(map(str, silent))} ({lost})") from error
-    if lost and len({*lines.values()}) > 1:
-        waiting = ", ".join(f"rank {rank} at {line}" for rank, line in lines.items())
-        raise ConnectionError(f"the ranks wait for one another, {waiting} ({lost})") from error
+        return True, {}, [0]  # which served the store
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """What `call` returns, or None if it takes longer: over a link that is cut the store waits without a limit."""
+    outcome: list[T] = []
+    thread = threading.Thread(target=lambda: outcome.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcome[0] if outcome else None
 
 
 def _lost(error: Exception, timeout: float) -> str:
@@ -272,22 +289,33 @@ def _lost(error: Exception, timeout: float) -> str:
 # --------------------------------------------------------------------------------------------------- agree
 
 
-def replicate(model: nn.Module, world: World, *, sync_batchnorm: bool = False, **ddp: Any) -> nn.Module:
+def replicate(
+    model: nn.Module, world: World, *, sync_batchnorm: bool = False, compress: bool = False, **ddp: Any
+) -> nn.Module:
     """`model`, on its device, as DistributedDataParallel; itself where there is one process.
 
-    Gradients live in the buckets that are sent, so nothing is copied. `ddp` goes to DistributedDataParallel:
-    static_graph=True holds for a model that runs the same way at every step.
+    Gradients live in the buckets that are sent, so nothing is copied. With `compress` they travel, and are added
+    up, as bfloat16: half the bytes for a slow network, of 24 bits of a gradient 8. `ddp` goes to
+    DistributedDataParallel: static_graph=True holds for a model that runs the same way at every step.
     """
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if world.size == 1:
         return model
-    return nn.parallel.DistributedDataParallel(
+    replica = nn.parallel.DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **ddp,
     )
+    if compress:
+        replica.register_comm_hook(None, _compressed)
+    return replica
+
+
+def _compressed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's own hook; under its own name DDP refuses it for gloo, which can add up bfloat16 as NCCL does."""
+    return bf16_compress_hook(group, bucket)
 
 
 def from_rank_zero(make: Callable[[], T], world: World) -> T:

@@ -15,6 +15,7 @@ import errno
 import faulthandler
 import functools
 import importlib.util
+import io
 import json
 import math
 import os
@@ -47,6 +48,7 @@ _positive, _factor = click.FloatRange(0, min_open=True), click.FloatRange(0)
 OPTIONS = {
     "Data": [
         click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
+        click.option("--vocab", type=click.IntRange(1, 2**32), help="Of .bin and .npy: a number above every id. Above 1 GiB it has to be given.  [default: as the highest id needs]"),
         click.option("--tokens", type=click.Choice(["char", "byte"]), default="char", help="What one token of a text is."),
         click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
         click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
@@ -78,6 +80,7 @@ OPTIONS = {
         click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Of the arithmetic; weights stay float32."),
         click.option("--compile/--no-compile", default=None, help="torch.compile the blocks.  [default: on CUDA; on a CPU for long runs]"),
         click.option("--checkpoint-activations", is_flag=True, help="Recompute blocks in the backward pass, to save memory."),
+        click.option("--compress", type=click.Choice(["none", "bf16"]), default="none", help="How gradients travel between ranks; bf16: half the bytes."),
         click.option("--timeout", type=_positive, default=600.0, help="Seconds that the ranks wait for one another."),
     ],
     "Output": [
@@ -92,7 +95,9 @@ OPTIONS = {
     ],
 }  # fmt: skip
 # what a checkpoint was made with and cannot go on without: the model, and the order of the data
-PINNED = ("tokens", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer")
+PINNED = (
+    "tokens", "vocab", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer",
+)  # fmt: skip
 # what a resumed run takes from its command line alone
 OWN = ("spawn", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum", "checkpoint_activations",
        "tensorboard", "profile")  # fmt: skip
@@ -212,7 +217,7 @@ def main(command: Callable[..., int], *args: Any) -> None:
     try:
         code = command(*args)
     except click.ClickException as error:
-        click.echo(f"Error: {error.format_message()}", err=True)
+        click.echo(f"Error: {without_password(error.format_message())}", err=True)
         code = error.exit_code
     except BrokenPipeError:  # whoever read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -222,7 +227,7 @@ def main(command: Callable[..., int], *args: Any) -> None:
         code = FAILED
     except Exception as error:
         text = out_of_memory(error) or f"{error}\n{traceback.format_exc()}"
-        click.echo(f"Error on rank {rank}: {text}", err=True)
+        click.echo(f"Error on rank {rank}: {without_password(text)}", err=True)
         code = FAILED
     with suppress(OSError):
         sys.stdout.flush()
@@ -309,6 +314,7 @@ class Job(NamedTuple):
     epoch: Callable[[int], float]  # steps done -> epochs
     flops: int  # for one token, forward and backward
     peak: float  # FLOP/s of all ranks' devices together, measured
+    lines: list[str]  # of metrics.jsonl, if --out is a URL: there is no appending there, so it goes with each save
     board: Any = None  # a SummaryWriter, on rank 0 with --tensorboard
 
 
@@ -344,7 +350,7 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
     import gpt
     import loop
 
-    share = {"rank": world.rank, "world_size": world.size}
+    share = {"rank": world.rank, "world_size": world.size, "vocab": job.corpus.vocab}
     steps = chardata.steps(job.train, o.block_size, o.batch_size, accum=o.accum, seed=o.seed, start=job.start, **share)
     training = loop.train_(
         job.model, job.optimizers, reading(steps, job.corpus), gpt.loss,
@@ -354,7 +360,12 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
     if world.rank == 0 and (o.tensorboard or o.profile):
         job, training = watched(o, job, training)
     loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
-    with a_last_line(loop.Diverged, o.out, world, lambda: complain(writing)):
+
+    def finish() -> None:
+        complain(writing)
+        upload_metrics(o.out, job.lines)
+
+    with a_last_line(loop.Diverged, o.out, world, finish):
         for step, report in training:
             stopped, last = report.stop, step == job.total
             evaluating = bool(job.val) and not stopped and (last or step % o.eval_every == 0)
@@ -419,8 +430,8 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     saved = ddp_setup.from_rank_zero(look, world)
     if saved:
         take_over_(o, given, saved)
-    known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": 0, "chars": ""}
-    corpus = chardata.read(o.data, o.tokens, known["chars"], known["vocab"])
+    known = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
+    corpus = read(o, known["chars"])
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
     if corpus.vocab != (known["vocab"] or corpus.vocab):
@@ -440,7 +451,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     flops = gpt.flops_per_token(config)
     if compiling(o.compile, world.device, total * o.batch_size * o.block_size * flops):
         gpt.compile_(bare)
-    model = ddp_setup.replicate(bare, world)
+    model = ddp_setup.replicate(bare, world, compress=o.compress == "bf16")
     o.dtype = ddp_setup.from_rank_zero(lambda: arithmetic(o.dtype, world.device), world)
     dtype = getattr(torch, o.dtype)
     optimizers = make_optimizers(bare, o)
@@ -457,11 +468,25 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
         epoch=lambda step: step / per_epoch,
         flops=flops,
         peak=world.size * matmul_rate(world.device, dtype),
+        lines=[],
     )  # fmt: skip
     if job.start < job.total:
         with about(f"--out {o.out}"):
             ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
     return job
+
+
+def read(o: SimpleNamespace, chars: str) -> Any:
+    """The data that the flags name, in `chars` if they are given. What a text is read as is a flag, so an error of it says which."""
+    import chardata
+
+    try:
+        corpus = chardata.read(o.data, o.tokens, chars, o.vocab)
+    except UnicodeError as error:
+        raise ValueError(f"{error}: --tokens byte") from error
+    if corpus.kind == "ids":
+        o.vocab = corpus.vocab  # to be the same when it goes on
+    return corpus
 
 
 def find(out: str) -> tuple[Any, list[str]]:
@@ -515,8 +540,8 @@ def imported(path: str) -> dict[str, Any]:
         sizes, words, weights = exchange.read(path, ckpt.read)
         vocabulary = {**words, "vocab": sizes["vocab"]}
     flags = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
-    if vocabulary["kind"] != "ids":
-        flags["tokens"] = vocabulary["kind"]
+    kind = vocabulary["kind"]
+    flags |= {"vocab": vocabulary["vocab"]} if kind == "ids" else {"tokens": kind}
     return {"model": weights, "config": flags, "vocabulary": vocabulary}
 
 
@@ -627,8 +652,7 @@ def open_folder(o: SimpleNamespace, job: Job, world: Any, rejected: list[str]) -
 
     import ckpt
 
-    if "://" not in o.out:
-        ckpt.make_folder(o.out)
+    ckpt.make_folder(o.out)
     ckpt.lock(o.out)  # and never let go
     damaged = [line.split(":")[0] for line in rejected]
     if not o.fresh and any(e.step > job.start and e.name not in damaged for e in ckpt.entries(o.out)):
@@ -638,62 +662,66 @@ def open_folder(o: SimpleNamespace, job: Job, world: Any, rejected: list[str]) -
             ckpt.remove(o.out, entry.name)
     for name, line in zip(damaged, rejected):
         ckpt.set_aside(o.out, name)
-        click.echo(f"Warning: {line}; set aside, going on from step {job.start}", err=True)
-    write_whole(o.out, "metrics.jsonl", "".join(metrics_until(o.out, job.start)))
+        warn(f"{line}; set aside, going on from step {job.start}")
+    lines = metrics_until(o.out, job.start)
+    job.lines.extend(lines if "://" in o.out else [])
+    write_whole(o.out, "metrics.jsonl", "".join(lines))
     ran_on = {"ranks": world.size, "device": str(world.device), "torch": torch.__version__, "peak_flops": job.peak}
     write_whole(o.out, "config.json", json.dumps({**without_secrets(o), **ran_on}, indent=1))
 
 
 def without_secrets(o: SimpleNamespace) -> dict[str, Any]:
     """The flags, less what a URL may have before its host: user and password."""
-    return {k: re.sub("//[^/@]*@", "//", v) if isinstance(v, str) else v for k, v in vars(o).items()}
+    return {k: without_password(v) if isinstance(v, str) else v for k, v in vars(o).items()}
+
+
+def without_password(text: str) -> str:
+    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 def metrics_until(out: str, step: int) -> list[str]:
     """The lines of metrics.jsonl up to a step; what a crash cut off or garbled is no line."""
     lines = []
-    try:
-        with opened(out, "metrics.jsonl", "r") as file:
-            for line in file if step else []:
-                with suppress(ValueError, TypeError, KeyError):
-                    lines += [line] if line.endswith("\n") and json.loads(line)["step"] <= step else []
-    except FileNotFoundError:
-        pass
+    with suppress(FileNotFoundError):
+        for line in io.StringIO(read_whole(out, "metrics.jsonl") if step else ""):
+            with suppress(ValueError, TypeError, KeyError):
+                lines += [line] if line.endswith("\n") and json.loads(line)["step"] <= step else []
     return lines
+
+
+def read_whole(out: str, name: str) -> str:
+    """A text file of the out folder, which may be a URL."""
+    if "://" in out:
+        import ckpt
+
+        with ckpt.remote(out) as (fs, path):
+            return str(fs.cat_file(f"{path}/{name}").decode(errors="replace"))
+    with open(os.path.join(out, name), encoding="utf-8", errors="replace") as file:
+        return file.read()
 
 
 def write_whole(out: str, name: str, text: str) -> None:
     """Write a file of the out folder so that at any moment the old one or the new one is there."""
-    temporary = name if "://" in out else f".{name}"
-    with opened(out, temporary, "w") as file:
+    import ckpt
+
+    if "://" in out:
+        with ckpt.remote(out) as (fs, path):
+            fs.pipe_file(f"{path}/{name}", text.encode())
+        return
+    with open(os.path.join(out, f".{name}"), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        if temporary != name:
-            os.fsync(file.fileno())
-    if temporary != name:
-        os.replace(os.path.join(out, temporary), os.path.join(out, name))
+        os.fsync(file.fileno())
+    os.replace(os.path.join(out, f".{name}"), os.path.join(out, name))
 
 
 def append(out: str, name: str, line: str) -> None:
     """Add a line to a file of the out folder, all of it or nothing."""
-    if "://" in out:
-        with opened(out, name, "a") as file:
-            file.write(line)
-        return
     with open(os.path.join(out, name), "ab", buffering=0) as file:
         end, raw = file.tell(), line.encode()
         if file.write(raw) < len(raw):  # the disk has just become full
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def opened(out: str, name: str, mode: str) -> Any:
-    """A text file of the out folder, which may be a URL."""
-    if "://" not in out:
-        return open(os.path.join(out, name), mode, encoding="utf-8", errors="replace")
-    import fsspec
-
-    return fsspec.open(f"{out}/{name}", mode, encoding="utf-8").open()
 
 
 def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None, writing: Any) -> Any:
@@ -709,7 +737,14 @@ def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None
     if world.rank:
         return None
     complain(writing)
-    return ckpt.in_background(ckpt.save_and_prune, o.out, state, step, loss, o.keep)
+    return ckpt.in_background(save_all, o, state, step, loss, list(job.lines))
+
+
+def save_all(o: SimpleNamespace, state: dict[str, Any], step: int, loss: float | None, lines: list[str]) -> None:
+    import ckpt
+
+    upload_metrics(o.out, lines)
+    ckpt.save_and_prune(o.out, state, step, loss, o.keep)
 
 
 def complain(writing: Future[Any] | None) -> bool:
@@ -719,7 +754,7 @@ def complain(writing: Future[Any] | None) -> bool:
             writing.result()
         return True
     except OSError as error:
-        click.echo(f"Warning: checkpoint not written: {said(error)}; those before it are untouched", err=True)
+        warn(f"checkpoint not written: {said(error)}; those before it are untouched")
         return False
 
 
@@ -746,7 +781,7 @@ def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, m
     }
     if int(report.skipped):
         record["skipped"] = int(report.skipped)
-    write_metrics(o.out, record, job.board)
+    write_metrics(o, job, record)
     eta = new.busy / (step - job.start) * (job.total - step)
     text = (
         f"step {step}/{job.total}  loss {record['loss']:.4f}" + (f"  val {val:.4f}" if val else "")
@@ -769,28 +804,48 @@ def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, loss_sum
     """-> the loss."""
     val_loss = loss_sum / count
     if world.rank == 0:
-        record = {"step": step, "val_loss": val_loss, "seconds": round(time.perf_counter() - STARTED, 3)}
-        write_metrics(o.out, record, job.board)
+        seconds = round(time.perf_counter() - STARTED, 3)
+        write_metrics(o, job, {"step": step, "val_loss": val_loss, "seconds": seconds})
         if not sys.stdout.isatty():
             say(f"step {step}  validation loss {val_loss:.4f}")
     return val_loss
 
 
-def write_metrics(out: str, record: dict[str, Any], board: Any) -> None:
+def write_metrics(o: SimpleNamespace, job: Job, record: dict[str, Any]) -> None:
     finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no NaN
-    try:
-        append(out, "metrics.jsonl", json.dumps(finite) + "\n")
-        if board:
-            from extras.board import write
+    line = json.dumps(finite) + "\n"
+    if job.board:
+        from extras.board import write
 
-            write(board, record)
+        with metrics_aside():
+            write(job.board, record)
+    if "://" in o.out:
+        job.lines.append(line)
+        return
+    with metrics_aside():
+        append(o.out, "metrics.jsonl", line)
+
+
+def upload_metrics(out: str, lines: list[str]) -> None:
+    if lines:
+        with metrics_aside():
+            write_whole(out, "metrics.jsonl", "".join(lines))
+
+
+@contextmanager
+def metrics_aside() -> Iterator[None]:
+    """Metrics that cannot be written are no reason to end a training."""
+    try:
+        yield
     except OSError as error:
         warn_once(f"metrics not written: {said(error)}; training goes on")
 
 
-@functools.cache
-def warn_once(text: str) -> None:
-    click.echo(f"Warning: {text}", err=True)
+def warn(text: str) -> None:
+    click.echo(f"Warning: {without_password(text)}", err=True)
+
+
+warn_once = functools.cache(warn)
 
 
 def said(error: Exception) -> str:
@@ -819,7 +874,7 @@ def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
     if world.rank == 0:
         limit = f"--steps {o.steps}" if o.steps and job.total == o.steps else f"--epochs {o.epochs}"
         click.echo(
-            f"The run in {o.out} is finished: {job.start} steps, {limit}. "
+            f"The run in {without_password(o.out)} is finished: {job.start} steps, {limit}. "
             f"To go on give a higher {limit.split()[0]}; to start over, --fresh."
         )
     return DONE
@@ -833,7 +888,8 @@ def say_end(o: SimpleNamespace, job: Job, mark: Mark, val_loss: float | None, st
         click.echo(f"Stopped as asked, after step {mark.step} of {job.total}; the same command goes on from there.")
     else:
         text = f"validation loss {val_loss:.4f}" if val_loss is not None else "no validation"
-        click.echo(f"Done: {mark.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {o.out}.")
+        out = without_password(o.out)
+        click.echo(f"Done: {mark.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {out}.")
 
 
 def say_sample(job: Job, count: int = 400) -> None:
@@ -868,7 +924,7 @@ def load(out: str, device: Any) -> tuple[Any, SimpleNamespace, SimpleNamespace]:
     if not found:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another folder with --out")
     for line in rejected:
-        click.echo(f"Warning: {line}; using {found.entry.name}", err=True)
+        warn(f"{line}; using {found.entry.name}")
     o, vocabulary = SimpleNamespace(**found.state["config"]), SimpleNamespace(**found.state["vocabulary"])
     with about(f"{out}/{found.entry.name}"):
         model = gpt.build(gpt.Config(vocabulary.vocab, o.block_size, o.layers, o.heads, o.embd, 0.0, o.arch), 0)
@@ -948,12 +1004,16 @@ def evaluate(o: SimpleNamespace) -> int:
         with users_mistakes():
             world = stack.enter_context(ddp_setup.process_group(o.device))
             model, vocabulary, trained = load(o.out, world.device)
-            corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars, vocabulary.vocab)
+            vocab = vocabulary.vocab if vocabulary.kind == "ids" else None
+            corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars, vocab)
+            if corpus.kind != vocabulary.kind:
+                raise ValueError(f"--data {o.data}: is {corpus.kind}; the model in {o.out} knows {vocabulary.kind}")
             shards = corpus.shards if o.data else chardata.split(corpus.shards, trained.val_fraction)[1]
             if chardata.length(shards) < 2:
                 raise ValueError(f"{o.data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
-        windows = chardata.every_window(shards, trained.block_size, 16, rank=world.rank, world_size=world.size)
-        sums = loop.evaluate(model, windows, gpt.loss)
+        share = {"rank": world.rank, "world_size": world.size, "vocab": vocabulary.vocab}
+        windows = chardata.every_window(shards, trained.block_size, 16, **share)
+        sums = loop.evaluate(model, reading(windows, corpus), gpt.loss)
         assert sums  # as nobody asks it to stop
         loss_sum, count = sums
     if world.rank == 0:
@@ -986,7 +1046,7 @@ def info(out: str) -> None:
         state, verdicts = describe.newest(ckpt.entries(out), verified)
         config = ""
         with suppress(OSError):
-            config = text_of(out, "config.json")
+            config = read_whole(out, "config.json")
         if state:
             click.echo(describe.describe(state, metrics_until(out, state["step"]), config))
         click.echo("".join(f"{line}\n" for line in verdicts), nl=False)
@@ -1006,13 +1066,8 @@ def plot(outs: tuple[str, ...], output: str) -> None:
     from extras import plot
 
     with users_mistakes():
-        runs = [plot.parse(out, *(text_of(out, name) for name in ("metrics.jsonl", "config.json"))) for out in outs]
+        runs = [plot.parse(out, *(read_whole(out, name) for name in ("metrics.jsonl", "config.json"))) for out in outs]
         plot.draw(runs, output)
-
-
-def text_of(out: str, name: str) -> str:
-    with opened(out, name, "r") as file:
-        return str(file.read())
 
 
 @cli.command("export")

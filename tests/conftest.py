@@ -3,6 +3,7 @@
 import atexit
 import functools
 import json
+import logging
 import os
 import random
 import socket
@@ -265,6 +266,99 @@ def start() -> Iterator[Callable[..., Program]]:
     yield begin
     for program in started:
         program.__exit__()
+
+
+# ----------------------------------------------------------------------------------------------------------- S3
+
+SECRET = "AKIAdoNotSayThis", "wJalrXUtnFEMI/K7MDENG/doNotSayThis"  # key and secret: looked for where they must not be
+
+
+class Storage:
+    """An S3 server on loopback, which does to a request what `fault` says: fault(method, path) -> "500", "503" (an answer),
+    "cut" (the connection closed in the middle of the request), "half" (in the middle of the answer), "slow", or ""."""
+
+    def __init__(self) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.application = DomainDispatcherApplication(create_backend_app)
+        self.server = make_server("127.0.0.1", 0, self, threaded=True)
+        self.server.daemon_threads, self.server.block_on_close = True, False  # clients keep their connections open
+        self.url = f"http://127.0.0.1:{self.server.port}"
+        self.requests: list[tuple[str, str]] = []
+        self.mend()
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def mend(self) -> None:
+        self.fault: Callable[[str, str], str] = lambda method, path: ""
+
+    def fail(self, fault: str, times: int = 10**9, method: str = "", path: str = "") -> None:
+        """From now on, and `times` times, for requests of that method to what has `path` in it."""
+        left = iter(range(times))
+
+        def choose(its_method: str, its_path: str) -> str:
+            meant = its_method.startswith(method) and path in its_path
+            return fault if meant and next(left, None) is not None else ""
+
+        self.requests.clear()
+        self.fault = choose
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterator[bytes]:
+        request = environ["REQUEST_METHOD"], f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
+        self.requests.append(request)
+        fault = self.fault(*request)
+        if fault == "slow":
+            time.sleep(0.3)
+        if fault in ("500", "503"):
+            code = {"500": "InternalError", "503": "SlowDown"}[fault]
+            start_response(f"{fault} {code}", [("Content-Type", "application/xml")])
+            text = f"<Error><Code>{code}</Code><Message>{code}, injected</Message></Error>"
+            yield text.encode() if request[0] != "HEAD" else b""
+        elif fault == "cut":
+            environ["wsgi.input"].read(min(100, int(environ.get("CONTENT_LENGTH") or 0)))
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            start_response("200 OK", [])
+        else:
+            answer = b"".join(self.application(environ, start_response))
+            yield answer[: len(answer) // 2] if fault == "half" else answer
+            if fault == "half":
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storage]:
+    """An S3 server with a bucket named "bucket", that this process and the programs that tests start use as s3://."""
+    for package in ("moto", "flask", "s3fs"):
+        pytest.importorskip(package, reason="needs moto[server] and s3fs")
+    import s3fs
+
+    storage = Storage()
+    settings = {
+        "AWS_ENDPOINT_URL": storage.url,
+        "AWS_ACCESS_KEY_ID": SECRET[0],
+        "AWS_SECRET_ACCESS_KEY": SECRET[1],
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+            patch.setitem(ENVIRONMENT, name, value)
+        patch.setenv("AWS_MAX_ATTEMPTS", "2")  # botocore's, for each of the 5 of s3fs; it waits seconds in between
+        patch.setitem(ENVIRONMENT, "AWS_MAX_ATTEMPTS", "1")
+        patch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        s3fs.S3FileSystem().mkdir("bucket")
+        yield storage
+    storage.server.shutdown()
+
+
+@pytest.fixture
+def s3(s3_server: Storage) -> Iterator[Storage]:
+    s3_server.mend()
+    yield s3_server
+    s3_server.mend()
 
 
 # ------------------------------------------------------------------------------------------------------ torture

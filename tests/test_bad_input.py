@@ -88,15 +88,15 @@ def all_damaged(place: Place) -> Path:
 
 # --------------------------------------------------------------------------------------------------- the table
 
-NO_S3 = pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+NO_GCS = pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
 
 CASES = {
     "missing file": Case(["--data", "no/such.txt"], ["no/such.txt"]),
     "empty file": Case(["--data", file("empty.txt", b"")], ["empty.txt", "empty"]),
     "short file": Case(["--data", file("short.txt", b"only fifteen...")], ["short.txt", "16"]),
-    "not utf-8": Case(["--data", file("latin.txt", b"caf\xe9 " * 999)], ["latin.txt", "0xe9 at 3", "UTF-8"]),
+    "not utf-8": Case(["--data", file("latin.txt", b"caf\xe9 " * 999)], ["latin.txt", "0xe9 at 3", "UTF-8", "--tokens byte"]),
     "folder as data": Case(["--data", folder], ["/texts", "folder"]),
-    "url without its package": Case(["--data", "s3://a/b.txt"], ["s3fs", "pip install"]),
+    "url without its package": Case(["--data", "gs://a/b.txt"], ["gcsfs", "pip install"]),
     "heads not dividing embd": Case(["--heads", 3], ["embd", "16", "heads", "3"]),
     "batch smaller than ranks": Case(["--batch-size", 1], ["--batch-size 1", "2 ranks"]),
     "min-lr above lr": Case(["--min-lr", 0.1], ["--min-lr 0.1", "--lr 0.003"]),
@@ -122,7 +122,7 @@ CASES = {
     "sample of nothing": Case([], ["/out", "no checkpoint"], command="sample"),
     "unknown character": Case(["--prompt", "the Ü"], ["'Ü'", "18"], command="sample", out=trained),
 }  # fmt: skip
-MARKS = {"url without its package": [NO_S3]}
+MARKS = {"url without its package": [NO_GCS]}
 ONE = [name for name in CASES if name != "batch smaller than ranks"]
 SPAWN = ["batch smaller than ranks", "no cuda here", "file for a folder", "checkpoint of another shape"]
 TORCHRUN = ["batch smaller than ranks"]

@@ -75,10 +75,12 @@ def group_of_one():
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["path", "file", "memory"])
+@pytest.fixture(params=["path", "file", "memory", "s3"])
 def folder(request, tmp_path):
-    """A folder that is not there yet: a path, and URLs of two kinds."""
-    yield f"{'' if request.param == 'path' else request.param + '://'}{tmp_path}/out"
+    """A folder that is not there yet: a path, and URLs of three kinds."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    yield f"{ {'path': '', 's3': 's3://bucket'}.get(request.param, request.param + '://') }{tmp_path}/out"
     fsspec.filesystem("memory").store.clear()
 
 
