@@ -430,7 +430,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     saved = ddp_setup.from_rank_zero(look, world)
     if saved:
         take_over_(o, given, saved)
-    known = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
+    known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
     corpus = read(o, known["chars"])
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
