@@ -297,23 +297,33 @@ def load(folder: str, entry: Entry) -> dict[str, Any]:
         if digest(file) != entry.digest:
             raise ValueError("damaged: the content does not have the digest that the name tells")
         try:
-            wrong = _forged(file)
-            file.seek(0)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                state = None if wrong else torch.load(file, map_location="cpu", weights_only=True)
-            wrong = wrong or _inflated(state)
-        except pickle.UnpicklingError:
-            wrong = "it is not just tensors and plain values"
-        except Exception as error:  # whatever a file can make it raise
-            wrong = " ".join(repr(error).split()[:20])
-    if wrong:
-        raise ValueError(f"not a checkpoint: {wrong}")
+            state = read(file)
+        except ValueError as error:
+            raise ValueError(f"not a checkpoint: {error}") from error
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError("not a checkpoint: there is no state dict under 'model'")
     for name, value in state["model"].items():
         if isinstance(value, Tensor) and value.isnan().any():
             raise ValueError(f"worthless: {name} has numbers that are not (NaN)")
+    return state
+
+
+def read(file: BinaryIO) -> Any:
+    """What torch.save wrote to an open file, tensors on the CPU. ValueError unless it is tensors and builtins alone."""
+    state = None
+    try:
+        wrong = _forged(file)
+        file.seek(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = None if wrong else torch.load(file, map_location="cpu", weights_only=True)
+        wrong = wrong or _inflated(state)
+    except pickle.UnpicklingError:
+        wrong = "it is not just tensors and plain values"
+    except Exception as error:  # whatever a file can make it raise
+        wrong = " ".join(repr(error).split()[:20])
+    if wrong:
+        raise ValueError(wrong)
     return state
 
 

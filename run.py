@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train a GPT on text, with as many processes as you like.
 
 python run.py                                   one process, a default text, under a minute
@@ -6,12 +7,14 @@ torchrun --nproc-per-node 4 run.py --epochs 3   the same under torchrun
 srun python run.py --epochs 3                   the same under SLURM
 python run.py sample --prompt "The "            what the newest checkpoint has to say
 python run.py eval --data other.txt             its exact loss on another text
+python run.py info, plot, export                what it is; how it came about; for other programs
 """
 
 import codecs
 import errno
 import faulthandler
 import functools
+import importlib.util
 import io
 import json
 import math
@@ -34,6 +37,7 @@ import click
 
 # torch, and the modules that import it, are imported where they are used: --help answers at once.
 
+__version__ = "0.1.0"
 T = TypeVar("T")
 STARTED = time.perf_counter()
 PREFIX = "DDPKIT"
@@ -57,6 +61,7 @@ OPTIONS = {
         click.option("--heads", type=_count, default=4),
         click.option("--embd", type=_count, default=128, help="Width."),
         click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0),
+        click.option("--init-from", metavar="PATH", help="Begin with the weights, sizes and vocabulary of an --out folder, of what `export` wrote, or of a GPT-2 of Hugging Face or nanoGPT."),
     ],
     "Training": [
         click.option("--epochs", type=_count, default=1, help="Passes over the data."),
@@ -85,6 +90,8 @@ OPTIONS = {
         click.option("--save-every", type=_count, default=100, help="Steps between checkpoints."),
         click.option("--log-every", type=_count, default=10, help="Steps between lines of metrics."),
         click.option("--keep", type=_count, default=3, help="Checkpoints to keep: the last so many, and the best."),
+        click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too, into --out."),
+        click.option("--profile", type=_from_zero, default=0, metavar="N", help="Trace N steps, after a few, into trace.json of --out."),
     ],
 }  # fmt: skip
 # what a checkpoint was made with and cannot go on without: the model, and the order of the data
@@ -92,7 +99,8 @@ PINNED = (
     "tokens", "vocab", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer",
 )  # fmt: skip
 # what a resumed run takes from its command line alone
-OWN = ("spawn", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum", "checkpoint_activations")
+OWN = ("spawn", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum", "checkpoint_activations",
+       "tensorboard", "profile")  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------- command line
@@ -117,7 +125,7 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
             config = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise mistake(f"--config {path}: {error.strerror if isinstance(error, OSError) else error}") from None
-    known = {param.name for param in ctx.command.params} - {"config"}
+    known = {param.name for param in ctx.command.params} - {"config", "version"}
     for key in config:
         if key not in known:
             raise mistake(f"--config {path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
@@ -138,6 +146,7 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
     metavar="FILE.toml",
     help="Any of these flags, as `batch-size = 64`.",
 )
+@click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)
 @click.pass_context
 def cli(ctx: click.Context, /, **options: Any) -> None:
     """Train a GPT on text, on one process or many.
@@ -161,7 +170,7 @@ def cli(ctx: click.Context, /, **options: Any) -> None:
 def format_options(ctx: click.Context, formatter: click.HelpFormatter) -> None:
     """The help page's flags, in the groups of OPTIONS."""
     records = (record for param in ctx.command.params if (record := param.get_help_record(ctx)))
-    for title, count in [*((title, len(group)) for title, group in OPTIONS.items()), ("Other", 1)]:
+    for title, count in [*((title, len(group)) for title, group in OPTIONS.items()), ("Other", 2)]:
         with formatter.section(title):
             formatter.write_dl(list(islice(records, count)))
     cli.format_commands(ctx, formatter)
@@ -306,6 +315,7 @@ class Job(NamedTuple):
     flops: int  # for one token, forward and backward
     peak: float  # FLOP/s of all ranks' devices together, measured
     lines: list[str]  # of metrics.jsonl, if --out is a URL: there is no appending there, so it goes with each save
+    board: Any = None  # a SummaryWriter, on rank 0 with --tensorboard
 
 
 class Mark(NamedTuple):
@@ -347,6 +357,8 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
         start=job.start, dtype=job.dtype, scaler=job.scaler, seed=o.seed, stop=asked, clip=o.clip or math.inf,
         lr_at=partial(loop.linear, total=job.total, warmup_steps=o.warmup, floor=o.min_lr / o.lr),
     )  # fmt: skip
+    if world.rank == 0 and (o.tensorboard or o.profile):
+        job, training = watched(o, job, training)
     loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
 
     def finish() -> None:
@@ -383,6 +395,19 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
     return stopped, written
 
 
+def watched(o: SimpleNamespace, job: Job, training: Iterator[T]) -> tuple[Job, Iterator[T]]:
+    """The same, with what --tensorboard and --profile add."""
+    from extras import board, profiling
+
+    if o.tensorboard:
+        job = job._replace(board=board.open_board(o.out, job.start))
+    if o.profile:
+        if job.total - job.start < profiling.WARMUP + o.profile:
+            click.echo(f"Warning: --profile {o.profile}: {job.total - job.start} steps are left", err=True)
+        training = profiling.traced(training, o.profile, os.path.join(o.out, "trace.json"))
+    return job, training
+
+
 def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     """Everything up to the first step. Writes nothing before all of it has been found right."""
     import torch
@@ -392,21 +417,26 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     import ddp_setup
     import gpt
 
-    found, rejected = None, []
+    state, rejected = dict[str, Any](), []
 
     def look() -> dict[str, Any]:
-        nonlocal found, rejected
+        nonlocal state, rejected
         found, rejected = (None, []) if o.fresh else find(o.out)
-        small = ("config", "data", "step", "scaler")  # the weights stay on rank 0
-        return {"name": found.entry.name, **{key: found.state[key] for key in small}} if found else {}
+        state = found.state if found else imported(o.init_from) if o.init_from else {}
+        name = f"{o.out}/{found.entry.name}" if found else o.init_from
+        small = ("config", "vocabulary", "data", "step", "scaler")  # the weights stay on rank 0
+        return {"name": name, **{key: state[key] for key in small if key in state}} if state else {}
 
     saved = ddp_setup.from_rank_zero(look, world)
     if saved:
-        take_over_(o, given, saved["config"])
-    corpus = read(o)
+        take_over_(o, given, saved)
+    known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
+    corpus = read(o, known["chars"])
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
-    if saved and corpus.digest != saved["data"]:
+    if corpus.vocab != (known["vocab"] or corpus.vocab):
+        raise ValueError(f"--data {o.data}: {corpus.vocab} tokens; the model in {o.init_from} has {known['vocab']}")
+    if "data" in saved and corpus.digest != saved["data"]:
         raise ValueError(f"--data {o.data}: not what the run in {o.out} was trained on; --fresh starts a new one")
     shards, val = chardata.split(corpus.shards, o.val_fraction)
     n = chardata.length(shards)
@@ -427,9 +457,9 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     optimizers = make_optimizers(bare, o)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     if saved:
-        with about(f"{o.out}/{saved['name']}"):
-            ckpt.restore_(found.state if found else {}, model, optimizers)
-        scaler.load_state_dict(saved["scaler"])
+        with about(saved["name"]):
+            ckpt.restore_({"optimizers": [{} for _ in optimizers], **state} if state else {}, model, optimizers)
+        scaler.load_state_dict(saved.get("scaler", scaler.state_dict()))
     job = Job(
         model, optimizers, scaler, dtype, corpus, shards, val,
         start=saved.get("step", 0),
@@ -446,12 +476,12 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     return job
 
 
-def read(o: SimpleNamespace) -> Any:
-    """The data that the flags name. What a text is read as is a flag, so an error of it says which."""
+def read(o: SimpleNamespace, chars: str) -> Any:
+    """The data that the flags name, in `chars` if they are given. What a text is read as is a flag, so an error of it says which."""
     import chardata
 
     try:
-        corpus = chardata.read(o.data, o.tokens, vocab=o.vocab)
+        corpus = chardata.read(o.data, o.tokens, chars, o.vocab)
     except UnicodeError as error:
         raise ValueError(f"{error}: --tokens byte") from error
     if corpus.kind == "ids":
@@ -498,17 +528,34 @@ def check_saved(state: dict[str, Any], step: int) -> None:
         raise ValueError(f"has only {weights:,} weights, fewer than its flags tell of; --fresh discards it")
 
 
+def imported(path: str) -> dict[str, Any]:
+    """A model from elsewhere, as what a checkpoint begins with: weights, the flags that they tell of, the vocabulary."""
+    import ckpt
+    from extras import exchange
+
+    if ckpt.entries(path):
+        found, _ = find(path)
+        sizes, vocabulary, weights = (found.state[key] for key in ("config", "vocabulary", "model"))
+    else:
+        sizes, words, weights = exchange.read(path, ckpt.read)
+        vocabulary = {**words, "vocab": sizes["vocab"]}
+    flags = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
+    kind = vocabulary["kind"]
+    flags |= {"vocab": vocabulary["vocab"]} if kind == "ids" else {"tokens": kind}
+    return {"model": weights, "config": flags, "vocabulary": vocabulary}
+
+
 def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> None:
-    """What the command line does not say goes on as in the checkpoint; what it contradicts is an error."""
-    for name in vars(o).keys() & saved.keys() - set(OWN):
+    """What the command line does not say is as in the checkpoint, ours or imported; what it contradicts is an error."""
+    or_else = ", or start over with --fresh" if "step" in saved else ""
+    for name in vars(o).keys() & saved["config"].keys() - set(OWN):
+        ours, theirs = getattr(o, name), saved["config"][name]
         if name not in given:
-            setattr(o, name, saved[name])
-        elif name in PINNED and getattr(o, name) != saved[name]:
+            setattr(o, name, theirs)
+        elif name in (*PINNED, "init_from") and ours != theirs:
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"{flag} {getattr(o, name)} contradicts the checkpoint in {o.out}, made with {flag} {saved[name]}; "
-                "leave it out, or start over with --fresh"
-            )
+            made = f"{saved['name']}, made with {flag} {theirs}"
+            raise ValueError(f"{flag} {ours} contradicts {made}; leave it out{or_else}")
 
 
 def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
@@ -517,6 +564,12 @@ def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
         raise ValueError("--out is empty; name a folder or a URL")
     if o.batch_size < world.size:
         raise ValueError(f"--batch-size {o.batch_size} is smaller than the {world.size} ranks that share it")
+    if o.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ImportError("pip install tensorboard to write for it")
+    if o.init_from and os.path.realpath(o.init_from) == os.path.realpath(o.out):
+        raise ValueError(f"--init-from {o.init_from} is --out itself; name another --out")
+    if o.profile and "://" in o.out:
+        raise ValueError(f"--profile {o.profile}: its trace needs a folder; --out is {o.out}")
     if o.min_lr > o.lr:
         raise ValueError(f"--min-lr {o.min_lr} is higher than --lr {o.lr}")
     parameters = o.layers * 12 * o.embd**2 + 2 * vocab * o.embd
@@ -638,9 +691,9 @@ def metrics_until(out: str, step: int) -> list[str]:
 
 def read_whole(out: str, name: str) -> str:
     """A text file of the out folder, which may be a URL."""
-    import ckpt
-
     if "://" in out:
+        import ckpt
+
         with ckpt.remote(out) as (fs, path):
             return str(fs.cat_file(f"{path}/{name}").decode(errors="replace"))
     with open(os.path.join(out, name), encoding="utf-8", errors="replace") as file:
@@ -761,6 +814,11 @@ def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, loss_sum
 def write_metrics(o: SimpleNamespace, job: Job, record: dict[str, Any]) -> None:
     finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no NaN
     line = json.dumps(finite) + "\n"
+    if job.board:
+        from extras.board import write
+
+        with metrics_aside():
+            write(job.board, record)
     if "://" in o.out:
         job.lines.append(line)
         return
@@ -966,6 +1024,69 @@ def evaluate(o: SimpleNamespace) -> int:
             f"loss {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}{per_character}, over {count:,.0f} tokens"
         )
     return DONE
+
+
+@cli.command("info")
+@click.argument("out", default="out")
+def info(out: str) -> None:
+    """Print what the newest checkpoint in OUT is, and which of those there verify.
+
+    \b
+      python run.py info out
+    """
+    import ckpt
+    from extras import describe
+
+    def verified(entry: Any) -> dict[str, Any]:
+        state = ckpt.load(out, entry)
+        check_saved(state, entry.step)
+        return state
+
+    with users_mistakes():
+        state, verdicts = describe.newest(ckpt.entries(out), verified)
+        config = ""
+        with suppress(OSError):
+            config = read_whole(out, "config.json")
+        if state:
+            click.echo(describe.describe(state, metrics_until(out, state["step"]), config))
+        click.echo("".join(f"{line}\n" for line in verdicts), nl=False)
+        if not state:
+            raise ValueError(f"{out}: there is no checkpoint that can be used")
+
+
+@cli.command("plot")
+@click.argument("outs", nargs=-1, required=True, metavar="OUT...")
+@click.option("-o", "--output", default="loss.png", metavar="FILE", help="A .png, .svg or .pdf.")
+def plot(outs: tuple[str, ...], output: str) -> None:
+    """Draw loss, throughput and learning rate of the runs in the folders OUT, in one figure.
+
+    \b
+      python run.py plot out out-wider -o loss.svg
+    """
+    from extras import plot
+
+    with users_mistakes():
+        runs = [plot.parse(out, *(read_whole(out, name) for name in ("metrics.jsonl", "config.json"))) for out in outs]
+        plot.draw(runs, output)
+
+
+@cli.command("export")
+@click.argument("out", default="out")
+@click.option("--format", type=click.Choice(["hf", "safetensors", "nanogpt"]), required=True, help="hf is a folder.")
+@click.option("-o", "--output", required=True, metavar="PATH", help="What to write; must not exist.")
+def export(out: str, format: str, output: str) -> None:
+    """Write the newest checkpoint in OUT for other programs. --init-from reads it again.
+
+    \b
+      python run.py export out --format hf -o gpt2-mine
+    """
+    from extras import exchange
+
+    with users_mistakes():
+        model, vocabulary, trained = load(out, "cpu")
+        config = {**model.config._asdict(), "dropout": trained.dropout}
+        words = {"kind": vocabulary.kind, "chars": vocabulary.chars}
+        exchange.write(exchange.Model(config, words, model.state_dict()), format, output)
 
 
 def command_line() -> int:

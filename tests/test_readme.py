@@ -37,6 +37,7 @@ def test_the_linear_regression_gives_the_same_weights_on_one_process_and_two(tmp
 def test_each_flag_of_the_readme_exists(flag):
     # torchrun's
     others = {"--nproc-per-node", "--nnodes", "--max-restarts", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint"}
+    others |= {"--logdir"}  # tensorboard's
     others |= {"--local-addr"}
     others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpu-bind"}  # srun's
     others |= {"--exclusive", "--time", "--signal", "--requeue", "--open-mode"}  # sbatch's

@@ -27,8 +27,9 @@ def serve(path: str) -> None:
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}.bound")
         listener.listen()
+        os.rename(f"{path}.bound", path)  # whoever finds it is heard
         while listener in select.select([listener, sys.stdin], [], [])[0]:
             client, _ = listener.accept()
             with client:
