@@ -21,10 +21,11 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeVar
@@ -290,23 +291,43 @@ def _lost(error: Exception, timeout: float) -> str:
 
 
 def replicate(
-    model: nn.Module, world: World, *, sync_batchnorm: bool = False, compress: bool = False, **ddp: Any
+    model: nn.Module,
+    world: World,
+    strategy: str = "ddp",
+    *,
+    parts: Sequence[nn.Module] = (),
+    sync_batchnorm: bool = False,
+    compress: bool = False,
+    **more: Any,
 ) -> nn.Module:
-    """`model`, on its device, as DistributedDataParallel; itself where there is one process.
+    """`model` on this rank's device, to be trained by all ranks, with rank 0's weights; itself for one process.
 
-    Gradients live in the buckets that are sent, so nothing is copied. With `compress` they travel, and are added
-    up, as bfloat16: half the bytes for a slow network, of 24 bits of a gradient 8. `ddp` goes to
-    DistributedDataParallel: static_graph=True holds for a model that runs the same way at every step.
+    strategy: what each of W ranks holds between steps. "ddp": everything (DistributedDataParallel). "zero" and "fsdp":
+        1/W of the parameters, the gradients and the optimizer's state (FSDP2). Within a step "zero" gathers the
+        parameters once, which together with the gradients is no more traffic than "ddp" has; "fsdp" does so part by
+        part in each pass anew, and never holds more than one. Optimizers are made after this: parameters are replaced.
+    parts: the submodules to gather one by one, without a parameter in common; the rest of the model is one more.
+    compress: under "ddp", gradients travel, and are added up, as bfloat16: half the bytes for a slow network, of 24 bits
+        of a gradient 8.
+
+    `more` goes to DistributedDataParallel or fully_shard: static_graph=True holds for a model that runs the same way at
+    every step. Buffers, but for sync_batchnorm's, are each rank's own except under "ddp".
     """
+    if strategy not in ("ddp", "zero", "fsdp"):
+        raise ValueError(f"strategy {strategy!r} is not one of ddp, zero, fsdp")
+    if compress and strategy != "ddp":
+        raise ValueError(f"compress is for strategy 'ddp' alone, not {strategy!r}")
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if world.size == 1:
-        return model
+        return model.to(world.device)
+    if strategy != "ddp":
+        return _shard_(model, world, parts, keep=strategy == "zero", **more)
     replica = nn.parallel.DistributedDataParallel(
-        model,
+        model.to(world.device),
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **ddp,
+        gradient_as_bucket_view=True,  # they live in the buckets that are sent, so nothing is copied
+        **more,
     )
     if compress:
         replica.register_comm_hook(None, _compressed)
@@ -316,6 +337,40 @@ def replicate(
 def _compressed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's own hook; under its own name DDP refuses it for gloo, which can add up bfloat16 as NCCL does."""
     return bf16_compress_hook(group, bucket)
+
+
+def _shard_(model: nn.Module, world: World, parts: Sequence[nn.Module], keep: bool, **fsdp: Any) -> nn.Module:
+    """FSDP2, moved to its device part by part, so that no more than one part has to be whole there.
+
+    With `keep` in ZeroRedundancyOptimizer's place, which leaves weights and gradients whole on every rank, sends half
+    as much again as DDP does, and has its state where torch.distributed.checkpoint does not see it.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # half a second to import, so not at the top
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for part in [*parts, model]:
+        part.to(world.device)
+        for tensor in chain(part.parameters(), part.buffers()):
+            if not isinstance(tensor, DTensor):
+                dist.broadcast(tensor.detach(), 0)
+        fully_shard(part, mesh=mesh, reshard_after_forward=not keep, **fsdp)
+    if keep:
+        setattr(model, "no_sync", partial(_no_sync, model))  # as DistributedDataParallel has it
+    return model
+
+
+@contextmanager
+def _no_sync(model: Any) -> Iterator[None]:
+    """Backward passes add up gradients on this rank alone, and leave the parameters gathered for the next pass."""
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
 
 
 def from_rank_zero(make: Callable[[], T], world: World) -> T:

@@ -124,7 +124,8 @@ def _backward_(
 ) -> Tensor:
     """Accumulate the gradient of the global mean; -> (3,) over all ranks: loss sum, count, who asks to stop.
 
-    The ranks synchronise their gradients once, in the last micro-batch's backward pass.
+    The ranks synchronise their gradients once, in the last micro-batch's backward pass; under FSDP in each one's, as
+    it never holds all of them.
     """
     device = next(model.parameters()).device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -132,19 +133,35 @@ def _backward_(
     sums = torch.zeros(3, dtype=_widest(device), device=device)
     sums[2] = stop
     reducing = None
-    for i, batch in enumerate(batches, 1):
-        with nullcontext() if i == len(batches) or world_size == 1 else cast(Any, model).no_sync():
+    together = world_size > 1 and not hasattr(model, "no_sync")  # FSDP: each of its passes takes all ranks
+    weighed = _as_many_as_others(batches, weight, device) if together else zip(batches, repeat(weight))
+    for i, (batch, weight) in enumerate(weighed, 1):
+        with nullcontext() if i == len(batches) or together or world_size == 1 else cast(Any, model).no_sync():
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 loss_sum, count = loss_fn(model, to_device(batch, device))
-            if total:
+            if weight:
                 sums[0] += loss_sum.detach()
                 sums[1] += count
-            if i == len(batches) and dist.is_initialized():  # its way is hidden behind the backward pass
+            if i == len(batches) and dist.is_initialized() and not together:  # its way is hidden behind the pass back
                 reducing = dist.all_reduce(sums, async_op=True)
             scaler.scale(loss_sum * weight).backward()
+    if together:  # not before, as the order in which the ranks meet has to be one
+        dist.all_reduce(sums)
     if reducing is not None:
         reducing.wait()
     return sums
+
+
+def _as_many_as_others(batches: list[Any], weight: float, device: torch.device) -> Iterator[tuple[Any, float]]:
+    """(micro-batch, its weight), and while another rank has more of them the first again, to weigh nothing.
+
+    How many that is comes from the device behind this rank's own: it does not run dry meanwhile.
+    """
+    most = torch.full((1,), float(len(batches)), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    others = _to_host(most)
+    yield from zip(batches, repeat(weight))
+    yield from repeat((batches[0], 0.0), int(others()[0]) - len(batches))
 
 
 def _update_(
@@ -155,6 +172,8 @@ def _update_(
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = get_total_norm([p.grad for p in parameters])
+    if hasattr(norm, "full_tensor"):  # FSDP's is so far of this rank's shards
+        norm = norm.full_tensor()
     finite = norm.isfinite() & loss.isfinite()
     if clip < math.inf:
         clip_grads_with_norm_(parameters, clip, norm)
@@ -253,6 +272,8 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=_widest(device), device=device)
+    sharded = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]  # by FSDP
+    batches, spare = _with_spare(batches) if sharded else (batches, [])
     none_left, late = object(), cast(Callable[[], Sequence[float]], lambda: (1, 0))
     for batch in chain(batches, repeat(none_left)):
         # (2,) how many ranks still have a batch, and how many ask to stop: on its way while the batch is computed
@@ -264,6 +285,8 @@ def evaluate(
                 value, count = loss_fn(model, to_device(batch, device))
             sums[0] += value
             sums[1] += count
+        elif spare:
+            loss_fn(model, to_device(spare[0], device))
         if reducing:
             reducing.wait()
         now = _to_host(flags)
@@ -275,8 +298,25 @@ def evaluate(
         dist.all_reduce(sums)
     for module, training in modes:
         module.training = training
+    for module in sharded:
+        cast(Any, module).reshard()  # what a backward pass would have done
     total, count = sums.tolist()
     return None if stopping else (total, count)
+
+
+def _with_spare(batches: Iterable[Any]) -> tuple[Iterable[Any], list[Any]]:
+    """The same batches, and one of them, or of the lowest rank that has one, for when there are none left: FSDP gathers
+    weights in the forward pass, which therefore takes all ranks. ([], if no rank has any.)"""
+    batches = iter(batches)
+    spare = list(islice(batches, 1))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    least = torch.tensor([len(spare), rank if spare else size], device=_collective_device())
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    all_have, lender = least.tolist()
+    lent = [spare]
+    if not all_have and lender < size:
+        dist.broadcast_object_list(lent, lender)
+    return chain(spare, batches), spare or lent[0]
 
 
 def warmup(step: int, steps: int) -> float:

@@ -76,6 +76,7 @@ OPTIONS = {
     ],
     "Machine": [
         click.option("--spawn", type=click.IntRange(0, 1024), is_flag=False, flag_value=0, metavar="[N]", help="Start N processes here; without N one per GPU, or per core."),
+        click.option("--strategy", type=click.Choice(["ddp", "zero", "fsdp"]), default="ddp", help="ddp: every process holds all. zero, fsdp: a share of weights, gradients and moments; within a step zero has all weights, fsdp one block's. One process: the same."),
         click.option("--device", default="auto", metavar="auto|cpu|cuda|mps"),
         click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Of the arithmetic; weights stay float32."),
         click.option("--compile/--no-compile", default=None, help="torch.compile the blocks.  [default: on CUDA; on a CPU for long runs]"),
@@ -99,8 +100,8 @@ PINNED = (
     "tokens", "vocab", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer",
 )  # fmt: skip
 # what a resumed run takes from its command line alone
-OWN = ("spawn", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum", "checkpoint_activations",
-       "tensorboard", "profile")  # fmt: skip
+OWN = ("spawn", "strategy", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum",
+       "checkpoint_activations", "tensorboard", "profile")  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------- command line
@@ -301,6 +302,7 @@ def a_last_line(diverged: type[Exception], out: str, world: Any, finish: Callabl
 class Job(NamedTuple):
     """All that training takes."""
 
+    config: Any  # gpt.Config
     model: Any  # on its device, replicated over the ranks
     optimizers: list[Any]
     scaler: Any
@@ -328,6 +330,7 @@ class Mark(NamedTuple):
 
 def train(o: SimpleNamespace, given: list[str]) -> int:
     """The whole job, on one rank; -> the exit code."""
+    import ckpt
     import ddp_setup
 
     with ExitStack() as stack:
@@ -338,8 +341,9 @@ def train(o: SimpleNamespace, given: list[str]) -> int:
         if job.start >= job.total:
             return say_finished(o, job, world)
         stopped, written = go(o, job, world, asked)
-    if world.rank == 0 and not stopped:
-        say_sample(job)
+        weights = {} if stopped else ckpt.snapshot(job.model, [])["model"]  # from all ranks, to rank 0
+    if weights:
+        say_sample(job, weights, world.device)
     return FAILED if not written else STOPPED if stopped else DONE
 
 
@@ -446,12 +450,11 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
 
     config = gpt.Config(corpus.vocab, o.block_size, o.layers, o.heads, o.embd, o.dropout, o.arch)
     bare = gpt.build(config, o.seed, o.checkpoint_activations)
-    bare.to(world.device)
     total = min(o.epochs * per_epoch, o.steps or math.inf)
     flops = gpt.flops_per_token(config)
     if compiling(o.compile, world.device, total * o.batch_size * o.block_size * flops):
         gpt.compile_(bare)
-    model = ddp_setup.replicate(bare, world, compress=o.compress == "bf16")
+    model = ddp_setup.replicate(bare, world, o.strategy, parts=[*bare.blocks], compress=o.compress == "bf16")
     o.dtype = ddp_setup.from_rank_zero(lambda: arithmetic(o.dtype, world.device), world)
     dtype = getattr(torch, o.dtype)
     optimizers = make_optimizers(bare, o)
@@ -461,7 +464,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
             ckpt.restore_({"optimizers": [{} for _ in optimizers], **state} if state else {}, model, optimizers)
         scaler.load_state_dict(saved.get("scaler", scaler.state_dict()))
     job = Job(
-        model, optimizers, scaler, dtype, corpus, shards, val,
+        config, model, optimizers, scaler, dtype, corpus, shards, val,
         start=saved.get("step", 0),
         total=total,
         tokens=partial(chardata.tokens_before, n=n, block_size=o.block_size, batch_size=o.batch_size),
@@ -570,10 +573,13 @@ def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
         raise ValueError(f"--init-from {o.init_from} is --out itself; name another --out")
     if o.profile and "://" in o.out:
         raise ValueError(f"--profile {o.profile}: its trace needs a folder; --out is {o.out}")
+    if o.compress != "none" and o.strategy != "ddp":
+        raise ValueError(f"--compress {o.compress} is for --strategy ddp alone, not {o.strategy}")
     if o.min_lr > o.lr:
         raise ValueError(f"--min-lr {o.min_lr} is higher than --lr {o.lr}")
     parameters = o.layers * 12 * o.embd**2 + 2 * vocab * o.embd
-    needed, there = 12e-9 * parameters, memory(world.device) / 1e9  # weights, gradients, one moment at least
+    whole = {"ddp": 12, "zero": 4 + 8 / world.size, "fsdp": 12 / world.size}  # bytes: weight, gradient, one moment
+    needed, there = 1e-9 * whole[o.strategy] * parameters, memory(world.device) / 1e9
     if needed > there:
         raise ValueError(
             f"--layers {o.layers} --embd {o.embd}: {parameters:,} parameters need {needed:,.0f} GB to be trained; "
@@ -892,13 +898,16 @@ def say_end(o: SimpleNamespace, job: Job, mark: Mark, val_loss: float | None, st
         click.echo(f"Done: {mark.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {out}.")
 
 
-def say_sample(job: Job, count: int = 400) -> None:
+def say_sample(job: Job, weights: dict[str, Any], device: Any, count: int = 400) -> None:
     import torch
 
+    import gpt
+
+    model = gpt.build(job.config, 0)  # never compiled, as each length of the context would be
+    model.load_state_dict(weights)
     first = torch.from_numpy(job.train[0][:1].astype("int64"))
     click.echo("A sample:")
-    with torch.compiler.set_stance("force_eager"):  # or each length would be compiled
-        stream(getattr(job.model, "module", job.model), job.corpus, first, count, temperature=0.8)
+    stream(model.to(device), job.corpus, first, count, temperature=0.8)
 
 
 def stream(model: Any, vocabulary: Any, prompt: Any, count: int, **how: Any) -> None:
