@@ -91,11 +91,11 @@ def job(text: Path) -> list[object]:
     return [*TINY, "--optimizer", "adamw", "--data", text, "--log-every", 1, "--eval-every", 1000]
 
 
-def adapted(text: str, job: list[object], out: Path, program: str = "run.py") -> str:
+def adapted(text: str, job: list[object], out: Path, program: str = "run.py", tasks: int = 2) -> str:
     """A command of the README, for our flags and for as many tasks as we can have."""
     text = text.replace("run.py --out /shared/run", " ".join(map(str, [program, *job, "--out", out])))
     assert f"--out {out}" in text
-    return text.replace(" --ntasks-per-node 8 --gpus-per-node 8", " --ntasks 3")
+    return text.replace(" --ntasks-per-node 8 --gpus-per-node 8", f" --ntasks {tasks}")
 
 
 def batch(slurm: Callable[..., Any], script: str, log: Path, *flags: object) -> int:
@@ -118,7 +118,7 @@ def done(slurm, job, tmp_path_factory) -> Iterator[Callable[[str], tuple[int, Pa
     script = adapted(SBATCH, flags, folder / "sbatch")
     with ahead(
         sbatch=lambda: batch(slurm, script, folder / "log"),
-        srun=lambda: slurm(*adapted(SRUN, flags, folder / "srun").split()).returncode,
+        srun=lambda: slurm(*adapted(SRUN, flags, folder / "srun", tasks=3).split()).returncode,
         alone=lambda: run(*flags, "--out", folder / "alone").code,
     ) as runs:
         yield lambda launcher: (runs[launcher].result(), folder / launcher)
