@@ -172,7 +172,7 @@ def _update_(
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = get_total_norm([p.grad for p in parameters])
-    if hasattr(norm, "full_tensor"):  # FSDP's is so far of this rank's shards
+    if hasattr(norm, "full_tensor"):  # a DTensor, as the gradients are under FSDP
         norm = norm.full_tensor()
     finite = norm.isfinite() & loss.isfinite()
     if clip < math.inf:
