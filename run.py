@@ -254,8 +254,8 @@ def users_mistakes() -> Iterator[None]:
     """Before training, what is wrong with values, files and packages is the user's to mend: one line, exit code 2."""
     try:
         yield
-    except ImportError as error:  # fsspec's are "Install s3fs to access S3"
-        raise mistake(str(error).replace("Install ", "pip install ")) from error
+    except ImportError as error:  # fsspec's are "Install s3fs to access S3", "Please install gcsfs to ..."
+        raise mistake(re.sub(r"^(Please i|I)nstall ", "pip install ", str(error))) from error
     except ConnectionError:  # a rank was lost
         raise
     except (ValueError, OSError) as error:

@@ -102,9 +102,9 @@ def test_a_server_that_does_not_answer_at_the_start_is_one_line(s3, folder, flag
     assert not listed(folder)
 
 
-def test_a_password_in_a_url_is_not_shown(text):
+def test_a_password_in_a_url_is_not_shown(text, tmp_path):
     for flag in ("--out", "--data"):
-        ran = run(*TINY, "--data", text, flag, "ftp://me:doNotSayThis@127.0.0.1:1/x")
+        ran = run(*TINY, "--data", text, "--out", tmp_path / "out", flag, "ftp://me:doNotSayThis@127.0.0.1:1/x")
         assert ran.code == 2 and ran.err.count("\n") == 1 and "127.0.0.1" in ran.err, ran
         assert "doNotSayThis" not in ran.err + ran.out
 
