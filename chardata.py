@@ -392,7 +392,8 @@ def steps(
     per_epoch = math.ceil(count / batch_size)
     slack = n - 1 - count * block_size
     rows = max(1, batch_size // world_size)
-    ahead = max(1, (1 << 18) // (rows * block_size))  # steps gathered at once: numpy's calls cost microseconds
+    # steps gathered at once: numpy's calls cost microseconds. Few at first, as the first step waits for all of them
+    ahead, most = 1, max(1, (1 << 18) // (rows * block_size))
     gather = _gatherer(shards, block_size + 1, vocab)
     while True:
         epoch, first = divmod(start, per_epoch)
@@ -410,7 +411,7 @@ def steps(
                 yield [_batch(mine[a:b]) for a, b in cuts], size * block_size
             else:
                 yield [_batch(torch.from_numpy(gather(np.array([offset]))))], 0
-        start += len(group)
+        start, ahead = start + len(group), min(2 * ahead, most)
 
 
 def every_window(

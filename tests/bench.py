@@ -326,7 +326,7 @@ def scaling() -> Iterator[Row]:
         twice = shape._replace(B=2 * shape.B)
         jobs = {"one": (1, shape, ""), "weak": (2, twice, ""), "strong": (2, shape, ""), "guides": (2, shape, "plain")}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
-        for _ in range(3):
+        for _ in range(2):
             for name, (size, *rest) in jobs.items():
                 found[name].append(on_ranks(size, *rest))
         step = {name: statistics.median(f["step"] for f in runs) for name, runs in found.items()}
@@ -357,7 +357,7 @@ def time_steps(path: str, shape: Shape, kind: str) -> None:
             training = loop.train_(ddp_setup.replicate(model, world), optimizers, steps, gpt.loss, clip=1.0)
             step = lambda: next(training)  # noqa: E731
         times = []
-        for _ in range(10):  # as many on each rank
+        for _ in range(7 if shape == LARGE else 30):  # as many on each rank
             start = time.perf_counter()
             step()
             wait()
