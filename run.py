@@ -330,8 +330,7 @@ class Mark(NamedTuple):
 
 def train(o: SimpleNamespace, given: list[str]) -> int:
     """The whole job, on one rank; -> the exit code."""
-    import ckpt
-    import ddp_setup
+    import ddp_setup  # first, as it notes who the parent is: that can end in the second that torch takes
 
     with ExitStack() as stack:
         with users_mistakes():
@@ -341,10 +340,18 @@ def train(o: SimpleNamespace, given: list[str]) -> int:
         if job.start >= job.total:
             return say_finished(o, job, world)
         stopped, written = go(o, job, world, asked)
-        weights = {} if stopped else ckpt.snapshot(job.model, [])["model"]  # from all ranks, to rank 0
+        weights = {} if stopped else whole(job.model)
     if weights:
         say_sample(job, weights, world.device)
     return FAILED if not written else STOPPED if stopped else DONE
+
+
+def whole(model: Any) -> dict[str, Any]:
+    """The weights, from all ranks to rank 0; {} on the others."""
+    import ckpt
+
+    weights: dict[str, Any] = ckpt.snapshot(model, [])["model"]
+    return weights
 
 
 def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> tuple[bool, bool]:
