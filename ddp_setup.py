@@ -190,7 +190,7 @@ def _device(name: str, here: Place) -> torch.device:
 
 
 def _keep_memory() -> None:
-    """Have glibc keep what is freed: to ask the system for an activation's pages anew costs a fifth of each step."""
+    """Have glibc keep what is freed: to ask the system for each activation's pages anew takes up to a fifth of a step."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-3, 1 << 27)  # M_MMAP_THRESHOLD: smaller ones come from the heap,
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: which does not shrink

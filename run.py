@@ -108,6 +108,7 @@ OWN = ("spawn", "strategy", "device", "compile", "timeout", "out", "fresh", "log
 
 
 def train_options(command: Callable[..., None]) -> Callable[..., None]:
+    """All of OPTIONS, as click's decorators."""
     for option in [option for group in OPTIONS.values() for option in group][::-1]:
         command = option(command)
     return command
@@ -244,6 +245,7 @@ def out_of_memory(error: Exception) -> str:
 
 
 def mistake(message: str) -> click.ClickException:
+    """An error of the user's: its message in one line, exit code 2."""
     error = click.ClickException(" ".join(message.split()))
     setattr(error, "exit_code", USAGE)
     return error
@@ -487,7 +489,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
 
 
 def read(o: SimpleNamespace, chars: str) -> Any:
-    """The data that the flags name, in `chars` if they are given. What a text is read as is a flag, so an error of it says which."""
+    """The data that the flags name, in `chars` if given. What a text is read as is a flag: an error of it says which."""
     import chardata
 
     try:
@@ -585,8 +587,8 @@ def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
     if o.min_lr > o.lr:
         raise ValueError(f"--min-lr {o.min_lr} is higher than --lr {o.lr}")
     parameters = o.layers * 12 * o.embd**2 + 2 * vocab * o.embd
-    whole = {"ddp": 12, "zero": 4 + 8 / world.size, "fsdp": 12 / world.size}  # bytes: weight, gradient, one moment
-    needed, there = 1e-9 * whole[o.strategy] * parameters, memory(world.device) / 1e9
+    each = {"ddp": 12, "zero": 4 + 8 / world.size, "fsdp": 12 / world.size}  # bytes: weight, gradient, one moment
+    needed, there = 1e-9 * each[o.strategy] * parameters, memory(world.device) / 1e9
     if needed > there:
         raise ValueError(
             f"--layers {o.layers} --embd {o.embd}: {parameters:,} parameters need {needed:,.0f} GB to be trained; "
@@ -689,6 +691,7 @@ def without_secrets(o: SimpleNamespace) -> dict[str, Any]:
 
 
 def without_password(text: str) -> str:
+    """The text, with what its URLs have before their host, user and password, left out."""
     return re.sub(r"://[^/@\s]*@", "://", text)
 
 
@@ -754,6 +757,7 @@ def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None
 
 
 def save_all(o: SimpleNamespace, state: dict[str, Any], step: int, loss: float | None, lines: list[str]) -> None:
+    """What a save writes, beside the training: a URL's metrics, the checkpoint; then what is too many goes."""
     import ckpt
 
     upload_metrics(o.out, lines)
@@ -825,6 +829,7 @@ def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, loss_sum
 
 
 def write_metrics(o: SimpleNamespace, job: Job, record: dict[str, Any]) -> None:
+    """A line of metrics.jsonl, and of TensorBoard if asked; for a URL it is kept until the next save."""
     finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no NaN
     line = json.dumps(finite) + "\n"
     if job.board:
@@ -840,6 +845,7 @@ def write_metrics(o: SimpleNamespace, job: Job, record: dict[str, Any]) -> None:
 
 
 def upload_metrics(out: str, lines: list[str]) -> None:
+    """All lines of metrics to a URL, which cannot append."""
     if lines:
         with metrics_aside():
             write_whole(out, "metrics.jsonl", "".join(lines))
@@ -855,6 +861,7 @@ def metrics_aside() -> Iterator[None]:
 
 
 def warn(text: str) -> None:
+    """One line on stderr."""
     click.echo(f"Warning: {without_password(text)}", err=True)
 
 
@@ -879,11 +886,13 @@ def say(text: str, nl: bool = True) -> None:
 
 
 def clock(seconds: float) -> str:
+    """Seconds as m:ss, or h:mm:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
 def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
+    """That there is nothing left to do, and how to go on; -> the exit code."""
     if world.rank == 0:
         limit = f"--steps {o.steps}" if o.steps and job.total == o.steps else f"--epochs {o.epochs}"
         click.echo(
@@ -894,6 +903,7 @@ def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
 
 
 def say_end(o: SimpleNamespace, job: Job, mark: Mark, val_loss: float | None, stopped: bool) -> None:
+    """How the training ended, from rank 0."""
     if sys.stdout.isatty():
         click.echo()
     rate = (job.tokens(mark.step) - job.tokens(job.start)) / max(mark.busy, 1e-9)
@@ -906,6 +916,7 @@ def say_end(o: SimpleNamespace, job: Job, mark: Mark, val_loss: float | None, st
 
 
 def say_sample(job: Job, weights: dict[str, Any], device: Any, count: int = 400) -> None:
+    """Print `count` tokens that the trained weights go on with."""
     import torch
 
     import gpt
@@ -976,6 +987,7 @@ def sample_command(ctx: click.Context, /, **options: Any) -> None:
 
 
 def sample(o: SimpleNamespace) -> int:
+    """The sub-command's work; -> the exit code."""
     import torch
 
     import chardata
@@ -1011,6 +1023,7 @@ def eval_command(ctx: click.Context, /, **options: Any) -> None:
 
 
 def evaluate(o: SimpleNamespace) -> int:
+    """The sub-command's work, on as many ranks as it is started on; -> the exit code."""
     import chardata
     import ddp_setup
     import gpt
@@ -1106,6 +1119,7 @@ def export(out: str, format: str, output: str) -> None:
 
 
 def command_line() -> int:
+    """-> the exit code of what the command line asks for."""
     check_environment()
     return cli.main(standalone_mode=False) or DONE
 

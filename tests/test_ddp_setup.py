@@ -202,6 +202,24 @@ def alone(monkeypatch):
     torch.set_num_threads(threads)
 
 
+FAULTS = """
+import resource, torch, ddp_setup
+taken = []
+with ddp_setup.process_group("cpu"):
+    for _ in range(20):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(3 << 22)  # 48 MiB, which are 12288 pages
+        taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(sorted(taken)[10])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
+def test_what_is_freed_on_a_cpu_is_not_asked_of_the_system_again():
+    ran = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, **HERE)
+    assert ran.returncode == 0 and int(ran.stdout) < 100, ran
+
+
 def test_plain_python_has_no_group_and_needs_none(alone):
     with ddp_setup.process_group("cpu") as world:
         assert world == ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))
