@@ -83,7 +83,26 @@ def snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **mo
         # torch would make a fresh optimizer take a step, to have something to show
         "optimizers": [get_optimizer_state_dict(model, o, options=options) if o.state else {} for o in optimizers],
     }
-    return {**copy.deepcopy(state), **more}  # on a CPU, what torch gives is the model's own memory
+    # what came from another device, or was gathered, is a copy already; the rest is the model's own memory
+    live = {_storage(t) for t in _tensors([model.state_dict(), *(o.state_dict() for o in optimizers)])}
+    return {**copy.deepcopy(state, {id(t): t for t in _tensors(state) if _storage(t) not in live}), **more}
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    """Each tensor in dicts, lists and tuples. No recursion: however deep somebody made them, or if one is in itself."""
+    seen, left = set(), [nest]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where its memory begins; of a DTensor this rank's part."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
 
 
 def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -101,9 +120,7 @@ def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch
 
     if dist.is_initialized() and dist.get_rank():
         state = {}
-    fresh: list[
-        Any
-    ] = []  # what each one's state is like: torch makes a fresh one take a step, of no length, to show it
+    fresh: list[Any] = []  # what each one's state is like: torch has a fresh one take a step, of no length, to show it
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state
         optimizer.state.clear()
@@ -356,14 +373,9 @@ def _forged(file: BinaryIO) -> str:
 
 def _inflated(state: Any) -> str:
     """What is wrong if a tensor anywhere in `state` claims, by its strides, more numbers than it has, or ""."""
-    seen, left = set(), [state]
-    while left:  # no recursion: however deep somebody made it, or if it is in itself
-        value = left.pop()
-        if isinstance(value, Tensor) and value.nbytes > value.untyped_storage().nbytes():
-            return f"a tensor of shape {tuple(value.shape)} is only {value.untyped_storage().nbytes()} bytes"
-        if isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
+    for tensor in _tensors(state):
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            return f"a tensor of shape {tuple(tensor.shape)} is only {tensor.untyped_storage().nbytes()} bytes"
     return ""
 
 
