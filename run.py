@@ -218,6 +218,8 @@ def main(command: Callable[..., int], *args: Any) -> None:
     faulthandler.enable()  # where it was when the system kills it, as when a file is cut while a batch is read from it
     try:
         code = command(*args)
+    except SystemExit as error:  # of a rank that has nothing to say
+        code = error.code if isinstance(error.code, int) else FAILED
     except click.ClickException as error:
         click.echo(f"Error: {without_password(error.format_message())}", err=True)
         code = error.exit_code
