@@ -235,9 +235,13 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def compile_(model: GPT) -> None:
-    """Compile each block in place: one graph for all layers, no change of names, gradients ready block by block."""
+    """Compile each block in place: one graph for all layers, no change of names, gradients ready block by block.
+
+    For each shape anew: a graph for any shape would come with the second one, and from then on round, and draw dropout,
+    otherwise than before, so that a resumed run would not be the unbroken one.
+    """
     for block in model.blocks:
-        block.compile()
+        block.compile(dynamic=False)
 
 
 def groups(model: GPT) -> dict[str, list[nn.Parameter]]:

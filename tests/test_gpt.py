@@ -1,6 +1,7 @@
 """gpt against references written out here, and against what must hold of any model."""
 
 import math
+import shutil
 from collections import Counter
 from functools import partial
 from itertools import islice
@@ -318,6 +319,27 @@ def test_compiling_changes_no_name():
     names = [name for name, _ in model.named_parameters()]
     gpt.compile_(model)
     assert [name for name, _ in model.named_parameters()] == names == list(model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, on import
+@pytest.mark.skipif(not shutil.which("g++"), reason="compiling for a CPU takes g++")
+def test_compiled_a_batch_gives_the_same_gradient_whatever_came_before_it():
+    """Else a run that is resumed behind an epoch's last, short batch is not the one that was never stopped."""
+    model = gpt.build(SMALL._replace(layers=1, dropout=0.1), seed=0)
+    gpt.compile_(model)
+    x, y = random_tokens(8, 12), random_tokens(8, 12, seed=1)
+
+    def gradient(rows):
+        model.train().zero_grad()
+        torch.manual_seed(3)  # of the dropout
+        gpt.loss(model, (x[:rows], y[:rows]))[0].backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    before = gradient(8)
+    with torch.no_grad():
+        model.eval()(x[:3]), model(x[:1, :5])  # as an evaluation's last batch, and its last window
+    gradient(3)
+    assert all(torch.equal(a, b) for a, b in zip(before, gradient(8), strict=True))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
