@@ -24,6 +24,7 @@ import re
 import socket
 import struct
 import tempfile
+import threading
 import time
 import warnings
 import zipfile
@@ -197,12 +198,10 @@ def save(folder: str, state: dict[str, Any], step: int, loss: float | None = Non
     make_folder(folder)
     temporary = os.path.join(folder, f"{TEMPORARY}{os.getpid()}")
     try:
-        with open(temporary, "w+b") as file:
+        with open(temporary, "w+b") as file, _digesting(file) as digested:
             _write(state, file)
-            file.flush()
-            digested = in_background(digest, file)  # from memory, while the disk is waited for
             os.fsync(file.fileno())
-            entry = _entry(step, loss, digested.result())
+            entry = _entry(step, loss, digested())
         os.replace(temporary, os.path.join(folder, entry.name))
         _fsync_folder(folder)
     except BaseException:
@@ -217,7 +216,6 @@ def _save_remote(folder: str, state: dict[str, Any], step: int, loss: float | No
     process that is killed, and cannot pass for a checkpoint: its digest is not its name's."""
     with tempfile.TemporaryDirectory() as here, open(os.path.join(here, "state"), "w+b") as file:
         _write(state, file)
-        file.flush()
         entry = _entry(step, loss, digest(file))
         make_folder(folder)
         with remote(folder) as (fs, path):
@@ -235,8 +233,36 @@ def _write(state: dict[str, Any], file: BinaryIO) -> None:
         torch.save(state, file)
     except RuntimeError as error:  # torch's writer, on its way out, hides what stopped it: a full disk
         raise error.__context__ if isinstance(error.__context__, OSError) else error
+    file.flush()
     if wrong := _forged(file):  # better known now than when it is needed
         raise ValueError(f"the state could not be loaded again: {wrong}")
+
+
+@contextmanager
+def _digesting(file: BinaryIO) -> Iterator[Callable[[], str]]:
+    """The digest of a file that is written inside, from front to back, taken beside that; to be asked for once it is
+    whole. It takes as long as the writing does, and as the disk."""
+    hashed, whole = hashlib.sha256(), threading.Event()
+
+    def follow() -> str:
+        at, last = 0, False
+        while not last:
+            last = whole.wait(0.001)
+            while block := os.pread(file.fileno(), 1 << 22, at):
+                hashed.update(block)
+                at += len(block)
+        return hashed.hexdigest()[:32]
+
+    def finished() -> str:
+        whole.set()
+        return following.result()
+
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(follow)
+        try:
+            yield finished
+        finally:
+            whole.set()
 
 
 def _entry(step: int, loss: float | None, digest: str) -> Entry:
