@@ -473,7 +473,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     if saved:
         with about(saved["name"]):
             ckpt.restore_({"optimizers": [{} for _ in optimizers], **state} if state else {}, model, optimizers)
-        scaler.load_state_dict(saved.get("scaler", scaler.state_dict()))
+        scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # a run in another dtype had none
     job = Job(
         config, model, optimizers, scaler, dtype, corpus, shards, val,
         start=saved.get("step", 0),
@@ -639,12 +639,12 @@ def arithmetic(name: str, device: Any) -> str:
 
 def compiling(asked: bool | None, device: Any, flops: float) -> bool:
     """--compile, with its default resolved: on a CPU compiling takes half a minute and then saves a fifth. What the whole
-    run takes is told by its `flops`, not by a clock, so that a stopped run goes on as it began.
+    run takes is told by its `flops`, not by a clock, so that a stopped run goes on as it began. Both need a compiler.
     """
     if asked is not None:
         return asked
-    worth_it = flops > 5e13 and shutil.which(os.environ.get("CXX", "g++")) is not None
-    return device.type == "cuda" or device.type == "cpu" and worth_it
+    worth_it = device.type == "cuda" or device.type == "cpu" and flops > 5e13
+    return worth_it and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def matmul_rate(device: Any, dtype: Any) -> float:

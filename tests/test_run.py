@@ -318,6 +318,15 @@ def test_half_precision_trains(done, dtype):
     assert not any("skipped" in line for line in metrics(out))
 
 
+@pytest.mark.parametrize("dtype, other", [("bfloat16", "float16"), ("float16", "float32")])
+def test_resumed_in_another_precision_it_goes_on(done, tmp_path, dtype, other):
+    shutil.copytree(done(dtype)[1], tmp_path / "out")
+    ran = run("--out", tmp_path / "out", "--dtype", other, "--steps", 34)
+    assert ran.code == 0 and ran.err == "", ran
+    assert state(tmp_path / "out")["step"] == 34
+    assert bool(state(tmp_path / "out")["scaler"]) == (other == "float16")
+
+
 def test_without_validation_it_trains_on_all_of_the_data(done):
     ran, out = done("no validation")
     assert ran.code == 0 and "no validation" in ran.out, ran
@@ -373,13 +382,13 @@ def test_what_a_crash_garbled_in_the_metrics_is_dropped_and_the_rest_kept(undist
     assert [step for step, _ in losses(out)] == list(range(1, 101))
 
 
-def test_on_a_cpu_a_long_run_is_compiled_where_it_can_be(monkeypatch, tmp_path):
+def test_on_a_gpu_and_for_long_on_a_cpu_a_run_is_compiled_where_it_can_be(monkeypatch, tmp_path):
     cpu, cuda, long, short = torch.device("cpu"), torch.device("cuda"), 1e14, 1e13
     monkeypatch.setenv("CXX", sys.executable)  # anything that is there
     assert [compiling(None, cpu, flops) for flops in (short, long)] == [False, True]
     assert compiling(None, cuda, short) and compiling(True, cpu, short) and not compiling(False, cuda, long)
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert not compiling(None, cpu, long)
+    assert not compiling(None, cpu, long) and not compiling(None, cuda, long)
 
 
 def test_the_lock_does_not_follow_a_link(text, tmp_path):
