@@ -69,7 +69,7 @@ def train_(
     Randomness (dropout) follows from (seed, step, rank), so a resumed run draws what an unbroken one would.
     A step whose loss or gradient is not finite changes nothing; `patience` of them in a row raise Diverged.
     On CUDA nothing here waits for the device but for what was queued a step ago: `stop` and Diverged come one
-    step late there.
+    step late there. An optimizer that cannot skip on the device, as those that are fused can, does wait: Muon.
     """
     device = next(model.parameters()).device
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -96,7 +96,8 @@ def _seed(number: int, device: torch.device) -> None:
     """What torch.manual_seed does for the devices in use. For those that are not it notes a stack trace, each time."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
-        torch.cuda.manual_seed(number)
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number)
     elif device.type == "mps":
         torch.mps.manual_seed(number)
 
@@ -182,6 +183,7 @@ def _update_(
             # a fused optimizer skips on the device, as GradScaler has it
             setattr(optimizer, "found_inf", (~finite).float())
             optimizer.step()
+            delattr(optimizer, "found_inf")  # nor is any other step of this optimizer's to be skipped for it
         elif finite:
             optimizer.step()
     scaler.update()
@@ -201,7 +203,7 @@ def _to_host(values: Tensor) -> Callable[[], list[float]]:
     host = torch.empty_like(values, device="cpu", pin_memory=True)
     host.copy_(values, non_blocking=True)
     arrived = torch.cuda.Event()
-    arrived.record()
+    arrived.record(torch.cuda.current_stream(values.device))  # which need not be the current device
 
     def read() -> list[float]:
         arrived.synchronize()
@@ -214,7 +216,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """The same tuple, list or dict of tensors on `device`; to CUDA through pinned memory, without waiting."""
     if isinstance(batch, Tensor):
         if device.type == "cuda" and batch.device.type == "cpu":
-            batch = batch.pin_memory()
+            batch = batch.contiguous().pin_memory()  # with gaps it would go through other memory, and wait
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
