@@ -1103,7 +1103,12 @@ def plot(outs: tuple[str, ...], output: str) -> None:
 
 @cli.command("export")
 @click.argument("out", default="out")
-@click.option("--format", type=click.Choice(["hf", "safetensors", "nanogpt"]), required=True, help="hf is a folder.")
+@click.option(
+    "--format",
+    type=click.Choice(["hf", "safetensors", "nanogpt"]),
+    required=True,
+    help="safetensors is a file, the others are folders.",
+)
 @click.option("-o", "--output", required=True, metavar="PATH", help="What to write; must not exist.")
 def export(out: str, format: str, output: str) -> None:
     """Write the newest checkpoint in OUT for other programs. --init-from reads it again.

@@ -9,10 +9,12 @@ wrote tensors and plain values alone; sizes follow from the weights that are the
 
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -49,7 +51,7 @@ class Model(NamedTuple):
 
 
 def write(model: Model, format: str, path: str) -> None:
-    """Write `path`, which must not exist: "hf" a folder, "nanogpt" a .pt file, "safetensors" a file.
+    """Write `path`, which must not exist: "hf" and "nanogpt" a folder, "safetensors" a file.
 
     It is there when it is whole. ValueError for an architecture that the format cannot hold, and as OSError for
     `path`; ImportError names a package that is wanting.
@@ -59,8 +61,9 @@ def write(model: Model, format: str, path: str) -> None:
     if os.path.lexists(path):
         raise FileExistsError(f"{path}: exists already; name another")
     temporary = f"{path}.{os.getpid()}"
+    nanogpt = partial(write_nanogpt, name=os.path.basename(os.path.abspath(path)))
     try:
-        {"hf": write_hf, "nanogpt": write_nanogpt, "safetensors": write_safetensors}[format](model, temporary)
+        {"hf": write_hf, "nanogpt": nanogpt, "safetensors": write_safetensors}[format](model, temporary)
         os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -252,14 +255,22 @@ def vocabulary(path: str, vocab: int) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- nanoGPT
 
 
-def write_nanogpt(model: Model, path: str) -> None:
-    """A ckpt.pt that its sample.py reads. For resuming there it lacks the state of the optimizer."""
+def write_nanogpt(model: Model, folder: str, name: str) -> None:
+    """A folder to lie in its data/ as `name`: ckpt.pt, and of characters the meta.pkl in which its sample.py then looks
+    them up. For resuming there it lacks the state of the optimizer."""
     c = model.config
     shape = {"n_layer": c["layers"], "n_head": c["heads"], "n_embd": c["embd"], "block_size": c["block_size"]}
     model_args = {**shape, "bias": True, "vocab_size": c["vocab"], "dropout": c.get("dropout", 0.0)}
     weights = to_gpt2(model, conv1d=False)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    torch.save({"model": weights, "model_args": model_args, "vocabulary": model.vocabulary}, path)
+    state = {"model": weights, "model_args": model_args, "vocabulary": model.vocabulary, "config": {"dataset": name}}
+    os.mkdir(folder)
+    torch.save(state, os.path.join(folder, "ckpt.pt"))
+    if model.vocabulary["kind"] == "char":
+        tokens = dict(enumerate(model.vocabulary["chars"]))
+        meta = {"vocab_size": len(tokens), "itos": tokens, "stoi": {char: i for i, char in tokens.items()}}
+        with open(os.path.join(folder, "meta.pkl"), "wb") as file:
+            pickle.dump(meta, file)  # plain values: to read it runs nothing
 
 
 def read_nanogpt(path: str, load: Callable[[BinaryIO], Any]) -> Model:

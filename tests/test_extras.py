@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import os
+import pickle
+import pickletools
 import re
 import shutil
 import subprocess
@@ -429,8 +431,8 @@ def test_what_is_exported_is_imported(tmp_path, format, arch):
 
 
 def nano(tmp_path: Path) -> dict[str, Any]:
-    exchange.write(of("char")[1], "nanogpt", f"{tmp_path / 'ckpt.pt'}")
-    return torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    exchange.write(of("char")[1], "nanogpt", f"{tmp_path / 'mine'}")
+    return torch.load(tmp_path / "mine" / "ckpt.pt", weights_only=True)
 
 
 def test_a_nanogpt_file_has_its_names_and_shapes(tmp_path):
@@ -444,6 +446,19 @@ def test_a_nanogpt_file_has_its_names_and_shapes(tmp_path):
     assert {name: tuple(weight.shape) for name, weight in state["model"].items()} == expected
     assert state["model_args"] == {"n_layer": 3, "n_head": 4, "n_embd": c, "block_size": 24, "bias": True,
                                    "vocab_size": 12, "dropout": 0.0}  # fmt: skip
+
+
+def test_nanogpts_sampling_finds_the_characters_and_no_code(tmp_path):
+    """It looks for data/DATASET/meta.pkl, a dict of two dicts, under the name that the checkpoint tells."""
+    assert nano(tmp_path)["config"] == {"dataset": "mine"}
+    pickled = (tmp_path / "mine" / "meta.pkl").read_bytes()
+    assert not {op.name for op, *_ in pickletools.genops(pickled)} & {"GLOBAL", "STACK_GLOBAL", "INST", "REDUCE"}
+    chars, meta = VOCABULARIES["char"]["chars"], pickle.loads(pickled)
+    assert [meta["stoi"][char] for char in chars] == [*range(meta["vocab_size"])] == [*range(len(chars))]
+    assert "".join(map(meta["itos"].get, range(len(chars)))) == chars
+    for kind in ("byte", "ids"):
+        exchange.write(of(kind)[1], "nanogpt", f"{tmp_path / kind}")
+        assert [path.name for path in (tmp_path / kind).iterdir()] == ["ckpt.pt"]
 
 
 def test_a_nanogpt_folder_is_read_as_it_is_saved_there(tmp_path):
@@ -613,8 +628,8 @@ def test_what_is_begun_with_is_not_overwritten(done, text, tmp_path):
 
 
 def test_ids_are_those_of_the_model(tmp_path):
-    exchange.write(of("ids")[1], "nanogpt", f"{tmp_path / 'a.pt'}")
-    begin = ["--init-from", tmp_path / "a.pt", "--steps", 1, "--out", tmp_path / "out", "--data"]
+    exchange.write(of("ids")[1], "nanogpt", f"{tmp_path / 'a'}")
+    begin = ["--init-from", tmp_path / "a", "--steps", 1, "--out", tmp_path / "out", "--data"]
     for name, top in (("fitting.npy", 99), ("larger.npy", 100)):
         np.save(tmp_path / name, np.arange(3000, dtype=np.uint16) % (top + 1))
     mistaken(run(*begin, tmp_path / "larger.npy"), "larger.npy", "id 100", "ends at 99")
