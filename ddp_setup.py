@@ -305,7 +305,8 @@ def replicate(
     strategy: what each of W ranks holds between steps. "ddp": everything (DistributedDataParallel). "zero" and "fsdp":
         1/W of the parameters, the gradients and the optimizer's state (FSDP2). Within a step "zero" gathers the
         parameters once, which together with the gradients is no more traffic than "ddp" has; "fsdp" does so part by
-        part in each pass anew, and never holds more than one. Optimizers are made after this: parameters are replaced.
+        part in each pass anew, and never holds more than one, but for the copies that autocast makes: autograd keeps
+        them. Optimizers are made after this: parameters are replaced.
     parts: the submodules to gather one by one, without a parameter in common; the rest of the model is one more.
     compress: under "ddp", gradients travel, and are added up, as bfloat16: half the bytes for a slow network, of 24 bits
         of a gradient 8.
