@@ -61,9 +61,13 @@ def write(model: Model, format: str, path: str) -> None:
     if os.path.lexists(path):
         raise FileExistsError(f"{path}: exists already; name another")
     temporary = f"{path}.{os.getpid()}"
-    nanogpt = partial(write_nanogpt, name=os.path.basename(os.path.abspath(path)))
+    writers: dict[str, Callable[[Model, str], None]] = {
+        "hf": write_hf,
+        "nanogpt": partial(write_nanogpt, name=os.path.basename(os.path.abspath(path))),
+        "safetensors": write_safetensors,
+    }
     try:
-        {"hf": write_hf, "nanogpt": nanogpt, "safetensors": write_safetensors}[format](model, temporary)
+        writers[format](model, temporary)
         os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
