@@ -35,6 +35,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from extras import progress
+from extras.progress import Live
+
 # torch, and the modules that import it, are imported where they are used: --help answers at once.
 
 __version__ = "0.1.0"
@@ -99,6 +102,7 @@ OPTIONS = {
 PINNED = (
     "tokens", "vocab", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer",
 )  # fmt: skip
+METRICS = "step epoch tokens loss grad_norm lr tokens_per_s mfu seconds skipped".split()
 # what a resumed run takes from its command line alone
 OWN = ("spawn", "strategy", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum",
        "checkpoint_activations", "tensorboard", "profile")  # fmt: skip
@@ -221,17 +225,17 @@ def main(command: Callable[..., int], *args: Any) -> None:
     except SystemExit as error:  # of a rank that has nothing to say
         code = error.code if isinstance(error.code, int) else FAILED
     except click.ClickException as error:
-        click.echo(f"Error: {without_password(error.format_message())}", err=True)
+        tell(f"Error: {error.format_message()}")
         code = error.exit_code
     except BrokenPipeError:  # whoever read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
     except (ConnectionError, ChildProcessError) as error:  # a rank was lost, or killed
-        click.echo(f"Error: {error}", err=True)
+        tell(f"Error: {error}")
         code = FAILED
     except Exception as error:
         text = out_of_memory(error) or f"{error}\n{traceback.format_exc()}"
-        click.echo(f"Error on rank {rank}: {without_password(text)}", err=True)
+        tell(f"Error on rank {rank}: {text}")
         code = FAILED
     with suppress(OSError):
         sys.stdout.flush()
@@ -324,14 +328,6 @@ class Job(NamedTuple):
     board: Any = None  # a SummaryWriter, on rank 0 with --tensorboard
 
 
-class Mark(NamedTuple):
-    """Where the last line of metrics was written."""
-
-    step: int
-    time: float  # seconds, on time.perf_counter's clock
-    busy: float  # seconds of training until then, without evaluations and saves
-
-
 def train(o: SimpleNamespace, given: list[str]) -> int:
     """The whole job, on one rank; -> the exit code."""
     import ddp_setup  # first, as it notes who the parent is: that can end in the second that torch takes
@@ -374,7 +370,8 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
     )  # fmt: skip
     if world.rank == 0 and (o.tensorboard or o.profile):
         job, training = watched(o, job, training)
-    loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
+    writing, live = None, Live(world.rank == 0 and progress.terminal(sys.stdout), job.start)
+    idle = time.perf_counter()  # the training's clock begins here, and again after each evaluation and save
 
     def finish() -> None:
         complain(writing)
@@ -384,29 +381,34 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
         for step, report in training:
             stopped, last = report.stop, step == job.total
             evaluating = bool(job.val) and not stopped and (last or step % o.eval_every == 0)
+            seconds = time.perf_counter() - idle
+            live = live._replace(first=live.first or seconds)
             if stopped or last or evaluating or step % o.log_every == 0:
-                mark = log_step(o, job, world, step, report, mark, loss)
+                live = log_step(o, job, world, step, report, seconds, live)
+            live = draw(job, world, step, report, seconds, live, "evaluating" if evaluating else None)
             paused = time.perf_counter()
             if evaluating:
                 windows = chardata.every_window(job.val, o.block_size, o.batch_size, **share)
                 sums = loop.evaluate(job.model, reading(windows, job.corpus), gpt.loss, job.dtype, stop=asked)
                 stopped = sums is None
-                loss = log_evaluation(o, job, world, step, *sums) if sums else loss
+                live = log_evaluation(o, job, world, step, live, *sums) if sums else live
             if writing and writing.done():
                 complain(writing)
                 writing = None
             ending = stopped or last
             saving = ending or (step % o.save_every == 0 and math.isfinite(report.grad_norm))
             if saving and math.isfinite(report.loss):
-                writing = save(o, job, world, step, loss if evaluating and not stopped else None, writing)
+                live = draw(job, world, step, report, seconds, live, "saving")
+                writing = save(o, job, world, step, live.val_loss if evaluating and not stopped else None, writing)
             elif ending:  # with weights that are not worth keeping
                 raise loop.Diverged(f"the loss is {float(report.loss)} at step {step}")
-            mark = mark._replace(time=mark.time + time.perf_counter() - paused)
+            idle += time.perf_counter() - paused
             if ending:
                 break
     written = ddp_setup.from_rank_zero(lambda: complain(writing), world)
+    draw(job, world, step, report, seconds, live, "")
     if world.rank == 0:
-        say_end(o, job, mark, loss, stopped)
+        say_end(o, job, live, stopped)
     return stopped, written
 
 
@@ -418,7 +420,7 @@ def watched(o: SimpleNamespace, job: Job, training: Iterator[T]) -> tuple[Job, I
         job = job._replace(board=board.open_board(o.out, job.start))
     if o.profile:
         if job.total - job.start < profiling.WARMUP + o.profile:
-            click.echo(f"Warning: --profile {o.profile}: {job.total - job.start} steps are left", err=True)
+            warn(f"--profile {o.profile}: {job.total - job.start} steps are left")
         training = profiling.traced(training, o.profile, os.path.join(o.out, "trace.json"))
     return job, training
 
@@ -780,54 +782,55 @@ def complain(writing: Future[Any] | None) -> bool:
 # ---------------------------------------------------------------------------------------------------- output
 
 
-def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, mark: Mark, val: float | None) -> Mark:
-    """One line of metrics.jsonl and one on the screen, from rank 0; -> the new mark."""
-    now = time.perf_counter()
-    new = Mark(step, now, mark.busy + now - mark.time)
-    if world.rank:
-        return new
-    rate = (job.tokens(step) - job.tokens(mark.step)) / (now - mark.time)
-    record = {
-        "step": step,
-        "epoch": round(job.epoch(step), 4),
-        "tokens": job.tokens(step),
-        "loss": float(report.loss),
-        "grad_norm": float(report.grad_norm),
-        "lr": report.lr,
-        "tokens_per_s": round(rate, 1),
-        "mfu": round(rate * job.flops / job.peak, 4),
-        "seconds": round(now - STARTED, 3),
-    }
-    if int(report.skipped):
-        record["skipped"] = int(report.skipped)
-    write_metrics(o, job, record)
-    eta = new.busy / (step - job.start) * (job.total - step)
-    text = (
-        f"step {step}/{job.total}  loss {record['loss']:.4f}" + (f"  val {val:.4f}" if val else "")
-        + f"  lr {report.lr:.1e}  {rate:,.0f} tokens/s  mfu {record['mfu']:.0%}  eta {clock(eta)}"
-        + (f"  skipped {record['skipped']}" if "skipped" in record else "")
-    )  # fmt: skip
-    if not sys.stdout.isatty():
-        say(text)
-        return new
-    bar = "#" * (10 * step // job.total)
-    text = (
-        f"[{bar:-<10}] {step}/{job.total} loss {record['loss']:.3f}" + (f" val {val:.3f}" if val else "")
-        + f" lr {report.lr:.0e} {rate / 1000:.1f}k tokens/s eta {clock(eta)}"
-    )  # fmt: skip
-    say(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", nl=False)
-    return new
+def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, seconds: float, live: Live) -> Live:
+    """One line of metrics.jsonl and, unless that is a terminal, of the output, from rank 0."""
+    if world.rank == 0:
+        rate = (job.tokens(step) - job.tokens(live.step)) / (seconds - live.logged)
+        record = figures(job, world, step, report, seconds, live, rate)
+        record |= {"loss": float(report.loss), "grad_norm": float(report.grad_norm)}
+        record |= {"seconds": round(time.perf_counter() - STARTED, 3), "skipped": int(report.skipped)}
+        write_metrics(o, job, {key: record[key] for key in METRICS if key != "skipped" or record[key]})
+        if not live.shown:
+            say(progress.plain(record))
+    return live._replace(step=step, logged=seconds)
 
 
-def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, loss_sum: float, count: float) -> float:
-    """-> the loss."""
-    val_loss = loss_sum / count
+def draw(job: Job, world: Any, step: int, report: Any, seconds: float, live: Live, doing: str | None) -> Live:
+    """Renew the line at the terminal's foot, if it is time or if this is `doing` something else from now on."""
+    if not progress.due(live, seconds, doing):
+        return live
+    import torch
+
+    import loop
+
+    read = loop.to_host(torch.stack([report.loss, report.skipped]))
+    live = progress.follow(live, job.tokens(step), seconds, read, late=report.loss.is_cuda)
+    record = figures(job, world, step, report, seconds, live, live.rate)
+    record |= {"loss": progress.mean(live), "skipped": sum(live.latest[1:]), "doing": doing}
+    say(progress.drawn(record, sys.stdout), nl=False)
+    return live
+
+
+def figures(job: Job, world: Any, step: int, report: Any, seconds: float, live: Live, rate: Any) -> dict[str, Any]:
+    """What a line tells of a step that is known without waiting for the device."""
+    return {
+        "step": step, "total": job.total, "epoch": round(job.epoch(step), 4), "tokens": job.tokens(step),
+        "val_loss": live.val_loss, "lr": report.lr, "tokens_per_s": rate and round(rate, 1),
+        "mfu": rate and round(rate * job.flops / job.peak, 4), "memory": progress.memory(world.device.type),
+        "eta": progress.eta(step - job.start, seconds, live.first, job.total - step),
+    }  # fmt: skip
+
+
+def log_evaluation(
+    o: SimpleNamespace, job: Job, world: Any, step: int, live: Live, loss_sum: float, count: float
+) -> Live:
+    """One line of metrics.jsonl and one of the output, from rank 0."""
+    live = live._replace(val_loss=loss_sum / count)
     if world.rank == 0:
         seconds = round(time.perf_counter() - STARTED, 3)
-        write_metrics(o, job, {"step": step, "val_loss": val_loss, "seconds": seconds})
-        if not sys.stdout.isatty():
-            say(f"step {step}  validation loss {val_loss:.4f}")
-    return val_loss
+        write_metrics(o, job, {"step": step, "val_loss": live.val_loss, "seconds": seconds})
+        say(progress.over(f"step {step}  validation loss {live.val_loss:.4f}", sys.stdout))
+    return live
 
 
 def write_metrics(o: SimpleNamespace, job: Job, record: dict[str, Any]) -> None:
@@ -864,7 +867,12 @@ def metrics_aside() -> Iterator[None]:
 
 def warn(text: str) -> None:
     """One line on stderr."""
-    click.echo(f"Warning: {without_password(text)}", err=True)
+    tell(f"Warning: {text}")
+
+
+def tell(text: str) -> None:
+    """On stderr, where the line of a training's progress may be."""
+    click.echo(progress.over(without_password(text), sys.stderr), err=True)
 
 
 warn_once = functools.cache(warn)
@@ -887,12 +895,6 @@ def say(text: str, nl: bool = True) -> None:
         warn_once(f"output not written: {said(error)}; training goes on")
 
 
-def clock(seconds: float) -> str:
-    """Seconds as m:ss, or h:mm:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
-
-
 def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
     """That there is nothing left to do, and how to go on; -> the exit code."""
     if world.rank == 0:
@@ -904,17 +906,17 @@ def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
     return DONE
 
 
-def say_end(o: SimpleNamespace, job: Job, mark: Mark, val_loss: float | None, stopped: bool) -> None:
+def say_end(o: SimpleNamespace, job: Job, live: Live, stopped: bool) -> None:
     """How the training ended, from rank 0."""
-    if sys.stdout.isatty():
+    if live.shown:
         click.echo()
-    rate = (job.tokens(mark.step) - job.tokens(job.start)) / max(mark.busy, 1e-9)
+    rate = (job.tokens(live.step) - job.tokens(job.start)) / max(live.logged, 1e-9)
     if stopped:
-        click.echo(f"Stopped as asked, after step {mark.step} of {job.total}; the same command goes on from there.")
+        click.echo(f"Stopped as asked, after step {live.step} of {job.total}; the same command goes on from there.")
     else:
-        text = f"validation loss {val_loss:.4f}" if val_loss is not None else "no validation"
+        text = f"validation loss {live.val_loss:.4f}" if live.val_loss is not None else "no validation"
         out = without_password(o.out)
-        click.echo(f"Done: {mark.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {out}.")
+        click.echo(f"Done: {live.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {out}.")
 
 
 def say_sample(job: Job, weights: dict[str, Any], device: Any, count: int = 400) -> None:
