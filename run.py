@@ -46,13 +46,21 @@ STARTED = time.perf_counter()
 PREFIX = "DDPKIT"
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 3  # exit codes
 
+
+def tokens_flag(value: str) -> str:
+    """--tokens, as click is to have it."""
+    if value not in ("char", "byte") and not value.endswith(".json"):
+        raise click.BadParameter(f"{value!r} is not char, byte or the path of a tokenizer.json.")
+    return value
+
+
 _count, _from_zero, _seed = click.IntRange(1), click.IntRange(0), click.IntRange(0, 2**63 - 1)
 _positive, _factor = click.FloatRange(0, min_open=True), click.FloatRange(0)
 OPTIONS = {
     "Data": [
         click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
         click.option("--vocab", type=click.IntRange(1, 2**32), help="Of .bin and .npy: a number above every id. Above 1 GiB it has to be given.  [default: as the highest id needs]"),
-        click.option("--tokens", type=click.Choice(["char", "byte"]), default="char", help="What one token of a text is."),
+        click.option("--tokens", type=tokens_flag, default="char", metavar="char|byte|FILE.json", help="What one token of a text is; a tokenizer.json of Hugging Face's has its own."),
         click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
         click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
         click.option("--batch-size", type=_count, default=16, help="Sequences per optimizer step, over all ranks."),
@@ -448,7 +456,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     if saved:
         take_over_(o, given, saved)
     known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
-    corpus = read(o, known["chars"])
+    corpus = read(o, tokenizer_of(o, given, saved) if o.tokens.endswith(".json") else known["chars"])
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
     if corpus.vocab != (known["vocab"] or corpus.vocab):
@@ -492,17 +500,48 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     return job
 
 
+def tokenizer_of(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> str:
+    """The text of the tokenizer.json that --tokens names; a checkpoint, or what training begins with, has its own."""
+    vocabulary = saved.get("vocabulary", {})
+    words: str = vocabulary["chars"] if vocabulary.get("kind") == "tokenizer" else ""
+    if not words or "tokens" in given and os.path.exists(o.tokens):
+        with about(f"--tokens {o.tokens}"), open(o.tokens, encoding="utf-8") as file:
+            named = file.read()
+            if words and json.loads(named) != json.loads(words):
+                raise ValueError(f"not the tokenizer of {saved['name']}; leave it out, or start over with --fresh")
+        words = words or named
+    return words
+
+
 def read(o: SimpleNamespace, chars: str) -> Any:
     """The data that the flags name, in `chars` if given. What a text is read as is a flag: an error of it says which."""
-    import chardata
-
     try:
-        corpus = chardata.read(o.data, o.tokens, chars, o.vocab)
+        corpus = tokenized(o.data, "tokenizer" if o.tokens.endswith(".json") else o.tokens, chars, o.vocab)
     except UnicodeError as error:
         raise ValueError(f"{error}: --tokens byte") from error
-    if corpus.kind == "ids":
+    if corpus.kind in ("ids", "tokenizer"):
         o.vocab = corpus.vocab  # to be the same when it goes on
     return corpus
+
+
+def tokenized(data: str | None, kind: str, chars: str, vocab: int | None) -> Any:
+    """The data as a chardata.Corpus of that kind: of "tokenizer", `chars` being a tokenizer.json, encoded once."""
+    import chardata
+
+    if kind != "tokenizer":
+        return chardata.read(data, kind, chars, vocab)
+    from extras import tokenizer
+
+    with about("the tokenizer"):
+        size = tokenizer.size(chars)
+        vocab = vocab or -(-size // 64) * 64
+        if size > vocab:
+            raise ValueError(f"has the id {size - 1}, and the vocabulary ends at {vocab - 1}")
+    corpus = chardata.read(data, "text", "", vocab)
+    if corpus.kind == "text":
+        version = f"{corpus.digest} {[stamp[1:] for stamp in corpus.stamps]}"  # with the time of the last change
+        corpus = chardata.read(tokenizer.encoded(corpus.shards, version, chars), "ids", "", vocab)
+    return corpus._replace(kind=kind, chars=chars, digest=chardata.digest(corpus.shards, chars))
 
 
 def find(out: str) -> tuple[Any, list[str]]:
@@ -532,7 +571,7 @@ def check_saved(state: dict[str, Any], step: int) -> None:
                 and flags[name].convert(value, None, None) == value
                 for name, value in config.items()
             )
-            and vocabulary["kind"] in ("char", "byte", "ids")
+            and vocabulary["kind"] in ("char", "byte", "ids", "tokenizer")
             and (type(vocabulary["vocab"]), type(vocabulary["chars"])) == (int, str)
         )
         weights = sum(tensor.numel() for tensor in state["model"].values())
@@ -557,7 +596,8 @@ def imported(path: str) -> dict[str, Any]:
         vocabulary = {**words, "vocab": sizes["vocab"]}
     flags = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
     kind = vocabulary["kind"]
-    flags |= {"vocab": vocabulary["vocab"]} if kind == "ids" else {"tokens": kind}
+    flags |= {"vocab": vocabulary["vocab"]} if kind in ("ids", "tokenizer") else {"tokens": kind}
+    flags |= {"tokens": f"{path}/tokenizer.json"} if kind == "tokenizer" else {}
     return {"model": weights, "config": flags, "vocabulary": vocabulary}
 
 
@@ -566,9 +606,10 @@ def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> N
     or_else = ", or start over with --fresh" if "step" in saved else ""
     for name in vars(o).keys() & saved["config"].keys() - set(OWN):
         ours, theirs = getattr(o, name), saved["config"][name]
+        alike = name == "tokens" and ours.endswith(".json") and theirs.endswith(".json")  # see tokenizer_of
         if name not in given:
             setattr(o, name, theirs)
-        elif name in (*PINNED, "init_from") and ours != theirs:
+        elif name in (*PINNED, "init_from") and ours != theirs and not alike:
             flag = f"--{name.replace('_', '-')}"
             made = f"{saved['name']}, made with {flag} {theirs}"
             raise ValueError(f"{flag} {ours} contradicts {made}; leave it out{or_else}")
@@ -933,14 +974,38 @@ def say_sample(job: Job, weights: dict[str, Any], device: Any, count: int = 400)
 
 
 def stream(model: Any, vocabulary: Any, prompt: Any, count: int, **how: Any) -> None:
-    """Print `count` sampled tokens as they come; of bytes, each character once it is whole."""
-    import chardata
+    """Print `count` sampled tokens as they come, each character once it is whole."""
     import gpt
 
+    for text in decoded(prompt.tolist(), islice(gpt.sample(model, prompt, **how), count), vocabulary):
+        click.echo(text, nl=False)
+    click.echo()
+
+
+def decoded(prompt: list[int], ids: Iterable[int], vocabulary: Any) -> Iterator[str]:
+    """The text of `ids` as they come after `prompt`."""
+    import chardata
+
+    if vocabulary.kind == "tokenizer":
+        from extras import tokenizer
+
+        yield from tokenizer.decoded(prompt, ids, vocabulary.chars)
+        return
     text = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in islice(gpt.sample(model, prompt, **how), count):
-        click.echo(text.decode(chardata.decode([token], vocabulary.kind, vocabulary.chars)), nl=False)
-    click.echo(text.decode(b"", final=True))
+    for token in ids:
+        yield text.decode(chardata.decode([token], vocabulary.kind, vocabulary.chars))
+    yield text.decode(b"", final=True)
+
+
+def encode(text: str, vocabulary: Any) -> Any:
+    """(n,) ids of a text."""
+    import chardata
+
+    if vocabulary.kind == "tokenizer":
+        from extras import tokenizer
+
+        return tokenizer.encode(text, vocabulary.chars)
+    return chardata.encode(text, vocabulary.kind, vocabulary.chars)
 
 
 # ------------------------------------------------------------------------------------------------ sub-commands
@@ -994,14 +1059,14 @@ def sample(o: SimpleNamespace) -> int:
     """The sub-command's work; -> the exit code."""
     import torch
 
-    import chardata
     import ddp_setup
 
     with users_mistakes(), ddp_setup.process_group(o.device) as world:
         model, vocabulary, _ = load(o.out, world.device)
-        newline = "\n" if vocabulary.kind == "byte" or "\n" in vocabulary.chars else vocabulary.chars[:1] or "0"
+        any_text = vocabulary.kind in ("byte", "tokenizer")
+        newline = "\n" if any_text or "\n" in vocabulary.chars else vocabulary.chars[:1] or "0"
         prompt = newline if o.prompt is None else o.prompt
-        ids = chardata.encode(prompt, vocabulary.kind, vocabulary.chars)
+        ids = encode(prompt, vocabulary)
         if not len(ids) or ids.max() >= vocabulary.vocab:
             raise ValueError(f"--prompt {prompt!r}: needs one token at least, and ids below {vocabulary.vocab}")
         generator = torch.Generator(world.device)
@@ -1037,8 +1102,8 @@ def evaluate(o: SimpleNamespace) -> int:
         with users_mistakes():
             world = stack.enter_context(ddp_setup.process_group(o.device))
             model, vocabulary, trained = load(o.out, world.device)
-            vocab = vocabulary.vocab if vocabulary.kind == "ids" else None
-            corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars, vocab)
+            vocab = vocabulary.vocab if vocabulary.kind in ("ids", "tokenizer") else None
+            corpus = tokenized(o.data or trained.data, vocabulary.kind, vocabulary.chars, vocab)
             if corpus.kind != vocabulary.kind:
                 raise ValueError(f"--data {o.data}: is {corpus.kind}; the model in {o.out} knows {vocabulary.kind}")
             shards = corpus.shards if o.data else chardata.split(corpus.shards, trained.val_fraction)[1]
@@ -1052,6 +1117,10 @@ def evaluate(o: SimpleNamespace) -> int:
     if world.rank == 0:
         nats = loss_sum / count
         characters = chardata.count_characters(shards, vocabulary.kind)
+        if vocabulary.kind == "tokenizer":
+            from extras import tokenizer
+
+            characters = tokenizer.count_characters(shards, vocabulary.chars)
         per_character = f", {loss_sum / characters / math.log(2):.4f} bits per character" if characters else ""
         click.echo(
             f"loss {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}{per_character}, over {count:,.0f} tokens"

@@ -196,6 +196,6 @@ def drawn(record: Mapping[str, Any], stream: TextIO) -> str:
     return f"\r{line(record, columns(stream) - 1, **able(stream))}\033[J\r"
 
 
-def over(text: str, stream: TextIO) -> str:
+def over(text: str, stream: TextIO, env: Mapping[str, str] = os.environ) -> str:
     """What writes a line of its own, in a terminal in the place of the one that is drawn there."""
-    return f"{CLEAR}{text}" if terminal(stream) else text
+    return f"{CLEAR}{text}" if terminal(stream, env) else text
