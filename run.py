@@ -46,21 +46,13 @@ STARTED = time.perf_counter()
 PREFIX = "DDPKIT"
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 3  # exit codes
 
-
-def tokens_flag(value: str) -> str:
-    """--tokens, as click is to have it."""
-    if value not in ("char", "byte") and not value.endswith(".json"):
-        raise click.BadParameter(f"{value!r} is not char, byte or the path of a tokenizer.json.")
-    return value
-
-
 _count, _from_zero, _seed = click.IntRange(1), click.IntRange(0), click.IntRange(0, 2**63 - 1)
 _positive, _factor = click.FloatRange(0, min_open=True), click.FloatRange(0)
 OPTIONS = {
     "Data": [
         click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
         click.option("--vocab", type=click.IntRange(1, 2**32), help="Of .bin and .npy: a number above every id. Above 1 GiB it has to be given.  [default: as the highest id needs]"),
-        click.option("--tokens", type=tokens_flag, default="char", metavar="char|byte|FILE.json", help="What one token of a text is; a tokenizer.json of Hugging Face's has its own."),
+        click.option("--tokens", default="char", metavar="char|byte|FILE.json", help="What one token of a text is; a tokenizer.json of Hugging Face's has its own."),
         click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
         click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
         click.option("--batch-size", type=_count, default=16, help="Sequences per optimizer step, over all ranks."),
@@ -399,7 +391,7 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
                 windows = chardata.every_window(job.val, o.block_size, o.batch_size, **share)
                 sums = loop.evaluate(job.model, reading(windows, job.corpus), gpt.loss, job.dtype, stop=asked)
                 stopped = sums is None
-                live = log_evaluation(o, job, world, step, live, *sums) if sums else live
+                live = log_evaluation(o, job, world, step, sums, live) if sums else live
             if writing and writing.done():
                 complain(writing)
                 writing = None
@@ -515,6 +507,8 @@ def tokenizer_of(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) ->
 
 def read(o: SimpleNamespace, chars: str) -> Any:
     """The data that the flags name, in `chars` if given. What a text is read as is a flag: an error of it says which."""
+    if o.tokens not in ("char", "byte") and not o.tokens.endswith(".json"):
+        raise ValueError(f"--tokens {o.tokens}: is not char, byte or the path of a tokenizer.json")
     try:
         corpus = tokenized(o.data, "tokenizer" if o.tokens.endswith(".json") else o.tokens, chars, o.vocab)
     except UnicodeError as error:
@@ -862,11 +856,9 @@ def figures(job: Job, world: Any, step: int, report: Any, seconds: float, live: 
     }  # fmt: skip
 
 
-def log_evaluation(
-    o: SimpleNamespace, job: Job, world: Any, step: int, live: Live, loss_sum: float, count: float
-) -> Live:
+def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, sums: tuple[float, float], live: Live) -> Live:
     """One line of metrics.jsonl and one of the output, from rank 0."""
-    live = live._replace(val_loss=loss_sum / count)
+    live = live._replace(val_loss=sums[0] / sums[1])
     if world.rank == 0:
         seconds = round(time.perf_counter() - STARTED, 3)
         write_metrics(o, job, {"step": step, "val_loss": live.val_loss, "seconds": seconds})

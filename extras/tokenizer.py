@@ -71,7 +71,7 @@ def encoded(texts: Sequence[np.ndarray], version: str, words: str) -> str:
     the others wait. It is whole or not there. uint16 if the ids fit, else uint32.
 
     The texts are encoded in pieces of about 64 KiB that begin at a space between two letters. The pre-tokenizers of
-    GPT-2, GPT-4, Llama 3 and BERT split there: the tokens are those of each text in one. Where a text has no such place
+    GPT-2, GPT-4 and Llama 3 split there: the tokens are those of each text in one. Where a text has no such place
     a piece ends after a line, or else anywhere, and what is cut there may have other tokens.
 
     UnicodeError tells where a text is not UTF-8, ValueError what cannot be encoded, OSError what cannot be written.

@@ -228,7 +228,7 @@ def test_ids_that_were_made_elsewhere_are_told_as_text(made, tmp_path):
 
 
 WRONG = {
-    "no tokenizer": (["--tokens", "setup.cfg"], ["'setup.cfg' is not char, byte or"]),
+    "no tokenizer": (["--tokens", "setup.cfg"], ["--tokens setup.cfg: is not char, byte or"]),
     "no such file": (["--tokens", "no/such.json"], ["--tokens no/such.json", "No such file"]),
     "other JSON": (["--tokens", "other.json"], ["not a tokenizer.json"]),
     "not text": (["--data", "latin.txt"], ["latin.txt: not UTF-8", "0xe9 at 3", "--tokens byte"]),
