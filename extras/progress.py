@@ -53,6 +53,8 @@ def follow(live: Live, tokens: int, seconds: float, read: Read, late: bool = Fal
         will have arrived: nothing waits for the device, and the loss is one drawing old. A loss that is not finite is
         left out of the mean.
     """
+    if seconds == live.drawn:  # a step that is drawn again, as it is evaluated or saved
+        return live
     latest = (live.read() if live.read else ()) if late else read()
     if latest and math.isfinite(latest[0]):
         live = live._replace(losses=WEIGHT * live.losses + latest[0], weights=WEIGHT * live.weights + 1)

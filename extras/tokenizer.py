@@ -44,7 +44,11 @@ def load(words: str) -> Any:
 
 def size(words: str) -> int:
     """A number above every id."""
-    return max(load(words).get_vocab().values(), default=0) + 1
+    return _size(load(words))
+
+
+def _size(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values(), default=0) + 1
 
 
 def encode(text: str, words: str) -> np.ndarray:
@@ -76,7 +80,6 @@ def encoded(texts: Sequence[np.ndarray], version: str, words: str) -> str:
 
     UnicodeError tells where a text is not UTF-8, ValueError what cannot be encoded, OSError what cannot be written.
     """
-    tokenizer, dtype = load(words), np.dtype(np.uint16 if size(words) <= 1 << 16 else np.uint32)
     cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ddpkit")
     folder = os.path.join(cache, hashlib.sha256(f"{version}\n{words}".encode()).hexdigest()[:32])
     path = os.path.join(folder, "tokens.npy")
@@ -84,6 +87,8 @@ def encoded(texts: Sequence[np.ndarray], version: str, words: str) -> str:
     with open(os.path.join(folder, ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process: one that died is waited for by nobody
         if not os.path.exists(path):
+            tokenizer = load(words)
+            dtype = np.dtype(np.uint16 if _size(tokenizer) <= 1 << 16 else np.uint32)
             try:
                 with open(f"{path}.part", "w+b") as file:
                     _write(file, _tokens(tokenizer, texts), dtype)

@@ -88,11 +88,12 @@ def test_numbers_are_short():
 def test_the_loss_is_a_mean_without_bias_and_without_what_is_not_finite():
     live = progress.Live()
     assert progress.mean(live) is None
-    for loss in (3.0, float("nan"), 5.0, float("inf")):
-        live = progress.follow(live, 0, 0.0, lambda: (loss, 7))
+    for seconds, loss in enumerate((3.0, float("nan"), 5.0, float("inf"))):
+        for _ in range(2):  # the second time it is the same step
+            live = progress.follow(live, 0, float(seconds), lambda: (loss, 7))
     assert progress.mean(live) == pytest.approx((0.9 * 3 + 5) / 1.9) and live.latest[1] == 7
-    for _ in range(50):
-        live = progress.follow(live, 0, 0.0, lambda: (4.0, 0))
+    for i in range(50):
+        live = progress.follow(live, 0, 100.0 + i, lambda: (4.0, 0))
     assert progress.mean(live) == pytest.approx(4, abs=0.01)
 
 
