@@ -26,6 +26,7 @@ FULL = {"step": 120, "total": 400, "epoch": 0.3, "loss": 2.34567, "val_loss": 2.
 WIDTHS = {
     20: "120/400 loss 2.346",
     40: "120/400 loss 2.346 val 2.401 eta 1:23",
+    50: "120/400 loss 2.346 val 2.401 eta 1:23",  # for tokens/s there is no room, for what is less important there would be
     60: "|█▌   | 120/400 loss 2.346 val 2.401 51.2k tok/s eta 1:23",
     80: "|█▊    | 120/400 epoch 0.30 loss 2.346 val 2.401 51.2k tok/s mfu 43% eta 1:23",
     120: "|████████▍                   | 120/400 epoch 0.30 loss 2.346 val 2.401 lr 5.4e-03 51.2k tok/s mfu 43%  512MB eta 1:23",
