@@ -37,7 +37,7 @@ class Corpus(NamedTuple):
 
     shards: tuple[np.ndarray, ...]  # memory-mapped where the file allows
     vocab: int  # every id is to be below this; of token files that is checked as they are read, see steps()
-    kind: str  # "char", "byte" or "ids"
+    kind: str  # "char", "byte", "text" or "ids"
     chars: str  # kind "char": id i stands for chars[i]; otherwise ""
     digest: str  # of the length and the content, see digest()
     stamps: tuple[tuple[str, int, int], ...]  # of each mapped file: name, bytes, last change (ns since 1970)
@@ -50,7 +50,7 @@ def read(data: str | None, kind: str, chars: str = "", vocab: int | None = None)
     """Map `data` (a path, a glob, an fsspec URL; None: a text that every Python carries) as tokens.
 
     kind "char" has one id for each character, of `chars` if given, else of those that occur, in code point
-    order; kind "byte" is the files as they are. `.bin` (uint16, with llm.c's header or without) and `.npy` files
+    order; kind "byte" is the files as they are, and so is "text", for a tokenizer of the caller's. `.bin` (uint16, with llm.c's header or without) and `.npy` files
     hold ids already and are taken so under either kind. Their `vocab` is what is given: then nothing is read but
     what the digest takes, however large they are. Without it all is looked through for the highest id, up to 1 GiB.
 
@@ -70,11 +70,11 @@ def read(data: str | None, kind: str, chars: str = "", vocab: int | None = None)
             raise ValueError(f"{data}: token files (.bin, .npy) and text in one data set; use one of them")
         vocab, told = vocab or _vocabulary(f"{data}", loaded), digest(loaded)
         return Corpus(_at_random(loaded), vocab, "ids", "", told, stamps)
-    if vocab:
+    if vocab and kind != "text":
         raise ValueError(f"{data}: is text, and a vocab, here {vocab}, is for token files (.bin, .npy) alone")
-    if kind == "byte":
+    if kind in ("byte", "text"):
         told = digest(loaded)
-        return Corpus(_at_random(loaded), 256, "byte", "", told, stamps)
+        return Corpus(_at_random(loaded) if kind == "byte" else tuple(loaded), 256, kind, "", told, stamps)
     texts = [_decode(name, raw) for name, raw in zip(names, loaded)]
     chars = chars or characters(texts)
     shards = []

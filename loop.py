@@ -84,7 +84,7 @@ def train_(
         loss = sums[0] / sums[1]
         norm, finite = _update_(optimizers, scaler, clip, loss)
         skipped, in_a_row = skipped + ~finite, torch.where(finite, 0, in_a_row + 1)
-        now = _to_host(torch.stack([sums[2], in_a_row]))
+        now = to_host(torch.stack([sums[2], in_a_row]))
         stopping, bad = late() if device.type == "cuda" else now()
         late = now
         yield step + 1, Report(loss, norm, lr, sums[1], skipped, stopping > 0)
@@ -160,7 +160,7 @@ def _as_many_as_others(batches: list[Any], weight: float, device: torch.device) 
     """
     most = torch.full((1,), float(len(batches)), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    others = _to_host(most)
+    others = to_host(most)
     yield from zip(batches, repeat(weight))
     yield from repeat((batches[0], 0.0), int(others()[0]) - len(batches))
 
@@ -196,7 +196,7 @@ def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _to_host(values: Tensor) -> Callable[[], list[float]]:
+def to_host(values: Tensor) -> Callable[[], list[float]]:
     """Start to copy a few numbers to the host; the function returned waits until they are there."""
     if not values.is_cuda:
         return values.tolist
@@ -291,7 +291,7 @@ def evaluate(
             loss_fn(model, to_device(spare[0], device))
         if reducing:
             reducing.wait()
-        now = _to_host(flags)
+        now = to_host(flags)
         left, stopping = late() if device.type == "cuda" else now()
         late = now
         if stopping or not left:

@@ -35,6 +35,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from extras import progress
+from extras.progress import Live
+
 # torch, and the modules that import it, are imported where they are used: --help answers at once.
 
 __version__ = "0.1.0"
@@ -49,7 +52,7 @@ OPTIONS = {
     "Data": [
         click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
         click.option("--vocab", type=click.IntRange(1, 2**32), help="Of .bin and .npy: a number above every id. Above 1 GiB it has to be given.  [default: as the highest id needs]"),
-        click.option("--tokens", type=click.Choice(["char", "byte"]), default="char", help="What one token of a text is."),
+        click.option("--tokens", default="char", metavar="char|byte|FILE.json", help="What one token of a text is; a tokenizer.json of Hugging Face's has its own."),
         click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
         click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
         click.option("--batch-size", type=_count, default=16, help="Sequences per optimizer step, over all ranks."),
@@ -99,6 +102,7 @@ OPTIONS = {
 PINNED = (
     "tokens", "vocab", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer",
 )  # fmt: skip
+METRICS = "step epoch tokens loss grad_norm lr tokens_per_s mfu seconds skipped".split()
 # what a resumed run takes from its command line alone
 OWN = ("spawn", "strategy", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum",
        "checkpoint_activations", "tensorboard", "profile")  # fmt: skip
@@ -221,17 +225,17 @@ def main(command: Callable[..., int], *args: Any) -> None:
     except SystemExit as error:  # of a rank that has nothing to say
         code = error.code if isinstance(error.code, int) else FAILED
     except click.ClickException as error:
-        click.echo(f"Error: {without_password(error.format_message())}", err=True)
+        tell(f"Error: {error.format_message()}")
         code = error.exit_code
     except BrokenPipeError:  # whoever read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
     except (ConnectionError, ChildProcessError) as error:  # a rank was lost, or killed
-        click.echo(f"Error: {error}", err=True)
+        tell(f"Error: {error}")
         code = FAILED
     except Exception as error:
         text = out_of_memory(error) or f"{error}\n{traceback.format_exc()}"
-        click.echo(f"Error on rank {rank}: {without_password(text)}", err=True)
+        tell(f"Error on rank {rank}: {text}")
         code = FAILED
     with suppress(OSError):
         sys.stdout.flush()
@@ -324,14 +328,6 @@ class Job(NamedTuple):
     board: Any = None  # a SummaryWriter, on rank 0 with --tensorboard
 
 
-class Mark(NamedTuple):
-    """Where the last line of metrics was written."""
-
-    step: int
-    time: float  # seconds, on time.perf_counter's clock
-    busy: float  # seconds of training until then, without evaluations and saves
-
-
 def train(o: SimpleNamespace, given: list[str]) -> int:
     """The whole job, on one rank; -> the exit code."""
     import ddp_setup  # first, as it notes who the parent is: that can end in the second that torch takes
@@ -374,7 +370,8 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
     )  # fmt: skip
     if world.rank == 0 and (o.tensorboard or o.profile):
         job, training = watched(o, job, training)
-    loss, writing, mark = None, None, Mark(job.start, time.perf_counter(), 0.0)
+    writing, live = None, Live(world.rank == 0 and progress.terminal(sys.stdout), job.start)
+    idle = time.perf_counter()  # the training's clock begins here, and again after each evaluation and save
 
     def finish() -> None:
         complain(writing)
@@ -384,29 +381,34 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
         for step, report in training:
             stopped, last = report.stop, step == job.total
             evaluating = bool(job.val) and not stopped and (last or step % o.eval_every == 0)
+            seconds = time.perf_counter() - idle
+            live = live._replace(first=live.first or seconds)
             if stopped or last or evaluating or step % o.log_every == 0:
-                mark = log_step(o, job, world, step, report, mark, loss)
+                live = log_step(o, job, world, step, report, seconds, live)
+            live = draw(job, world, step, report, seconds, live, "evaluating" if evaluating else None)
             paused = time.perf_counter()
             if evaluating:
                 windows = chardata.every_window(job.val, o.block_size, o.batch_size, **share)
                 sums = loop.evaluate(job.model, reading(windows, job.corpus), gpt.loss, job.dtype, stop=asked)
                 stopped = sums is None
-                loss = log_evaluation(o, job, world, step, *sums) if sums else loss
+                live = log_evaluation(o, job, world, step, sums, live) if sums else live
             if writing and writing.done():
                 complain(writing)
                 writing = None
             ending = stopped or last
             saving = ending or (step % o.save_every == 0 and math.isfinite(report.grad_norm))
             if saving and math.isfinite(report.loss):
-                writing = save(o, job, world, step, loss if evaluating and not stopped else None, writing)
+                live = draw(job, world, step, report, seconds, live, "saving")
+                writing = save(o, job, world, step, live.val_loss if evaluating and not stopped else None, writing)
             elif ending:  # with weights that are not worth keeping
                 raise loop.Diverged(f"the loss is {float(report.loss)} at step {step}")
-            mark = mark._replace(time=mark.time + time.perf_counter() - paused)
+            idle += time.perf_counter() - paused
             if ending:
                 break
     written = ddp_setup.from_rank_zero(lambda: complain(writing), world)
+    draw(job, world, step, report, seconds, live, "")
     if world.rank == 0:
-        say_end(o, job, mark, loss, stopped)
+        say_end(o, job, live, stopped)
     return stopped, written
 
 
@@ -418,7 +420,7 @@ def watched(o: SimpleNamespace, job: Job, training: Iterator[T]) -> tuple[Job, I
         job = job._replace(board=board.open_board(o.out, job.start))
     if o.profile:
         if job.total - job.start < profiling.WARMUP + o.profile:
-            click.echo(f"Warning: --profile {o.profile}: {job.total - job.start} steps are left", err=True)
+            warn(f"--profile {o.profile}: {job.total - job.start} steps are left")
         training = profiling.traced(training, o.profile, os.path.join(o.out, "trace.json"))
     return job, training
 
@@ -446,7 +448,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     if saved:
         take_over_(o, given, saved)
     known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
-    corpus = read(o, known["chars"])
+    corpus = read(o, tokenizer_of(o, given, saved) if o.tokens.endswith(".json") else known["chars"])
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
     if corpus.vocab != (known["vocab"] or corpus.vocab):
@@ -490,17 +492,50 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     return job
 
 
+def tokenizer_of(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> str:
+    """The text of the tokenizer.json that --tokens names; a checkpoint, or what training begins with, has its own."""
+    vocabulary = saved.get("vocabulary", {})
+    words: str = vocabulary["chars"] if vocabulary.get("kind") == "tokenizer" else ""
+    if not words or "tokens" in given and os.path.exists(o.tokens):
+        with about(f"--tokens {o.tokens}"), open(o.tokens, encoding="utf-8") as file:
+            named = file.read()
+            if words and json.loads(named) != json.loads(words):
+                raise ValueError(f"not the tokenizer of {saved['name']}; leave it out, or start over with --fresh")
+        words = words or named
+    return words
+
+
 def read(o: SimpleNamespace, chars: str) -> Any:
     """The data that the flags name, in `chars` if given. What a text is read as is a flag: an error of it says which."""
-    import chardata
-
+    if o.tokens not in ("char", "byte") and not o.tokens.endswith(".json"):
+        raise ValueError(f"--tokens {o.tokens}: is not char, byte or the path of a tokenizer.json")
     try:
-        corpus = chardata.read(o.data, o.tokens, chars, o.vocab)
+        corpus = tokenized(o.data, "tokenizer" if o.tokens.endswith(".json") else o.tokens, chars, o.vocab)
     except UnicodeError as error:
         raise ValueError(f"{error}: --tokens byte") from error
-    if corpus.kind == "ids":
+    if corpus.kind in ("ids", "tokenizer"):
         o.vocab = corpus.vocab  # to be the same when it goes on
     return corpus
+
+
+def tokenized(data: str | None, kind: str, chars: str, vocab: int | None) -> Any:
+    """The data as a chardata.Corpus of that kind: of "tokenizer", `chars` being a tokenizer.json, encoded once."""
+    import chardata
+
+    if kind != "tokenizer":
+        return chardata.read(data, kind, chars, vocab)
+    from extras import tokenizer
+
+    with about("the tokenizer"):
+        size = tokenizer.size(chars)
+        vocab = vocab or -(-size // 64) * 64
+        if size > vocab:
+            raise ValueError(f"has the id {size - 1}, and the vocabulary ends at {vocab - 1}")
+    corpus = chardata.read(data, "text", "", vocab)
+    if corpus.kind == "text":
+        version = f"{corpus.digest} {[stamp[1:] for stamp in corpus.stamps]}"  # with the time of the last change
+        corpus = chardata.read(tokenizer.encoded(corpus.shards, version, chars), "ids", "", vocab)
+    return corpus._replace(kind=kind, chars=chars, digest=chardata.digest(corpus.shards, chars))
 
 
 def find(out: str) -> tuple[Any, list[str]]:
@@ -530,7 +565,7 @@ def check_saved(state: dict[str, Any], step: int) -> None:
                 and flags[name].convert(value, None, None) == value
                 for name, value in config.items()
             )
-            and vocabulary["kind"] in ("char", "byte", "ids")
+            and vocabulary["kind"] in ("char", "byte", "ids", "tokenizer")
             and (type(vocabulary["vocab"]), type(vocabulary["chars"])) == (int, str)
         )
         weights = sum(tensor.numel() for tensor in state["model"].values())
@@ -555,7 +590,8 @@ def imported(path: str) -> dict[str, Any]:
         vocabulary = {**words, "vocab": sizes["vocab"]}
     flags = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
     kind = vocabulary["kind"]
-    flags |= {"vocab": vocabulary["vocab"]} if kind == "ids" else {"tokens": kind}
+    flags |= {"vocab": vocabulary["vocab"]} if kind in ("ids", "tokenizer") else {"tokens": kind}
+    flags |= {"tokens": f"{path}/tokenizer.json"} if kind == "tokenizer" else {}
     return {"model": weights, "config": flags, "vocabulary": vocabulary}
 
 
@@ -564,9 +600,10 @@ def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> N
     or_else = ", or start over with --fresh" if "step" in saved else ""
     for name in vars(o).keys() & saved["config"].keys() - set(OWN):
         ours, theirs = getattr(o, name), saved["config"][name]
+        alike = name == "tokens" and ours.endswith(".json") and theirs.endswith(".json")  # see tokenizer_of
         if name not in given:
             setattr(o, name, theirs)
-        elif name in (*PINNED, "init_from") and ours != theirs:
+        elif name in (*PINNED, "init_from") and ours != theirs and not alike:
             flag = f"--{name.replace('_', '-')}"
             made = f"{saved['name']}, made with {flag} {theirs}"
             raise ValueError(f"{flag} {ours} contradicts {made}; leave it out{or_else}")
@@ -780,54 +817,53 @@ def complain(writing: Future[Any] | None) -> bool:
 # ---------------------------------------------------------------------------------------------------- output
 
 
-def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, mark: Mark, val: float | None) -> Mark:
-    """One line of metrics.jsonl and one on the screen, from rank 0; -> the new mark."""
-    now = time.perf_counter()
-    new = Mark(step, now, mark.busy + now - mark.time)
-    if world.rank:
-        return new
-    rate = (job.tokens(step) - job.tokens(mark.step)) / (now - mark.time)
-    record = {
-        "step": step,
-        "epoch": round(job.epoch(step), 4),
-        "tokens": job.tokens(step),
-        "loss": float(report.loss),
-        "grad_norm": float(report.grad_norm),
-        "lr": report.lr,
-        "tokens_per_s": round(rate, 1),
-        "mfu": round(rate * job.flops / job.peak, 4),
-        "seconds": round(now - STARTED, 3),
-    }
-    if int(report.skipped):
-        record["skipped"] = int(report.skipped)
-    write_metrics(o, job, record)
-    eta = new.busy / (step - job.start) * (job.total - step)
-    text = (
-        f"step {step}/{job.total}  loss {record['loss']:.4f}" + (f"  val {val:.4f}" if val else "")
-        + f"  lr {report.lr:.1e}  {rate:,.0f} tokens/s  mfu {record['mfu']:.0%}  eta {clock(eta)}"
-        + (f"  skipped {record['skipped']}" if "skipped" in record else "")
-    )  # fmt: skip
-    if not sys.stdout.isatty():
-        say(text)
-        return new
-    bar = "#" * (10 * step // job.total)
-    text = (
-        f"[{bar:-<10}] {step}/{job.total} loss {record['loss']:.3f}" + (f" val {val:.3f}" if val else "")
-        + f" lr {report.lr:.0e} {rate / 1000:.1f}k tokens/s eta {clock(eta)}"
-    )  # fmt: skip
-    say(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", nl=False)
-    return new
+def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, seconds: float, live: Live) -> Live:
+    """One line of metrics.jsonl and, unless that is a terminal, of the output, from rank 0."""
+    if world.rank == 0:
+        rate = (job.tokens(step) - job.tokens(live.step)) / (seconds - live.logged)
+        record = figures(job, world, step, report, seconds, live, rate)
+        record |= {"loss": float(report.loss), "grad_norm": float(report.grad_norm)}
+        record |= {"seconds": round(time.perf_counter() - STARTED, 3), "skipped": int(report.skipped)}
+        write_metrics(o, job, {key: record[key] for key in METRICS if key != "skipped" or record[key]})
+        if not live.shown:
+            say(progress.plain(record))
+    return live._replace(step=step, logged=seconds)
 
 
-def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, loss_sum: float, count: float) -> float:
-    """-> the loss."""
-    val_loss = loss_sum / count
+def draw(job: Job, world: Any, step: int, report: Any, seconds: float, live: Live, doing: str | None) -> Live:
+    """Renew the line at the terminal's foot, if it is time or if this is `doing` something else from now on."""
+    if not progress.due(live, seconds, doing):
+        return live
+    import torch
+
+    import loop
+
+    read = loop.to_host(torch.stack([report.loss, report.skipped]))
+    live = progress.follow(live, job.tokens(step), seconds, read, late=report.loss.is_cuda)
+    record = figures(job, world, step, report, seconds, live, live.rate)
+    record |= {"loss": progress.mean(live), "skipped": sum(live.latest[1:]), "doing": doing}
+    say(progress.drawn(record, sys.stdout), nl=False)
+    return live
+
+
+def figures(job: Job, world: Any, step: int, report: Any, seconds: float, live: Live, rate: Any) -> dict[str, Any]:
+    """What a line tells of a step that is known without waiting for the device."""
+    return {
+        "step": step, "total": job.total, "epoch": round(job.epoch(step), 4), "tokens": job.tokens(step),
+        "val_loss": live.val_loss, "lr": report.lr, "tokens_per_s": rate and round(rate, 1),
+        "mfu": rate and round(rate * job.flops / job.peak, 4), "memory": progress.memory(world.device.type),
+        "eta": progress.eta(step - job.start, seconds, live.first, job.total - step),
+    }  # fmt: skip
+
+
+def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, sums: tuple[float, float], live: Live) -> Live:
+    """One line of metrics.jsonl and one of the output, from rank 0."""
+    live = live._replace(val_loss=sums[0] / sums[1])
     if world.rank == 0:
         seconds = round(time.perf_counter() - STARTED, 3)
-        write_metrics(o, job, {"step": step, "val_loss": val_loss, "seconds": seconds})
-        if not sys.stdout.isatty():
-            say(f"step {step}  validation loss {val_loss:.4f}")
-    return val_loss
+        write_metrics(o, job, {"step": step, "val_loss": live.val_loss, "seconds": seconds})
+        say(progress.over(f"step {step}  validation loss {live.val_loss:.4f}", sys.stdout))
+    return live
 
 
 def write_metrics(o: SimpleNamespace, job: Job, record: dict[str, Any]) -> None:
@@ -864,7 +900,12 @@ def metrics_aside() -> Iterator[None]:
 
 def warn(text: str) -> None:
     """One line on stderr."""
-    click.echo(f"Warning: {without_password(text)}", err=True)
+    tell(f"Warning: {text}")
+
+
+def tell(text: str) -> None:
+    """On stderr, where the line of a training's progress may be."""
+    click.echo(progress.over(without_password(text), sys.stderr), err=True)
 
 
 warn_once = functools.cache(warn)
@@ -887,12 +928,6 @@ def say(text: str, nl: bool = True) -> None:
         warn_once(f"output not written: {said(error)}; training goes on")
 
 
-def clock(seconds: float) -> str:
-    """Seconds as m:ss, or h:mm:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
-
-
 def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
     """That there is nothing left to do, and how to go on; -> the exit code."""
     if world.rank == 0:
@@ -904,17 +939,17 @@ def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
     return DONE
 
 
-def say_end(o: SimpleNamespace, job: Job, mark: Mark, val_loss: float | None, stopped: bool) -> None:
+def say_end(o: SimpleNamespace, job: Job, live: Live, stopped: bool) -> None:
     """How the training ended, from rank 0."""
-    if sys.stdout.isatty():
+    if live.shown:
         click.echo()
-    rate = (job.tokens(mark.step) - job.tokens(job.start)) / max(mark.busy, 1e-9)
+    rate = (job.tokens(live.step) - job.tokens(job.start)) / max(live.logged, 1e-9)
     if stopped:
-        click.echo(f"Stopped as asked, after step {mark.step} of {job.total}; the same command goes on from there.")
+        click.echo(f"Stopped as asked, after step {live.step} of {job.total}; the same command goes on from there.")
     else:
-        text = f"validation loss {val_loss:.4f}" if val_loss is not None else "no validation"
+        text = f"validation loss {live.val_loss:.4f}" if live.val_loss is not None else "no validation"
         out = without_password(o.out)
-        click.echo(f"Done: {mark.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {out}.")
+        click.echo(f"Done: {live.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {out}.")
 
 
 def say_sample(job: Job, weights: dict[str, Any], device: Any, count: int = 400) -> None:
@@ -931,14 +966,38 @@ def say_sample(job: Job, weights: dict[str, Any], device: Any, count: int = 400)
 
 
 def stream(model: Any, vocabulary: Any, prompt: Any, count: int, **how: Any) -> None:
-    """Print `count` sampled tokens as they come; of bytes, each character once it is whole."""
-    import chardata
+    """Print `count` sampled tokens as they come, each character once it is whole."""
     import gpt
 
+    for text in decoded(prompt.tolist(), islice(gpt.sample(model, prompt, **how), count), vocabulary):
+        click.echo(text, nl=False)
+    click.echo()
+
+
+def decoded(prompt: list[int], ids: Iterable[int], vocabulary: Any) -> Iterator[str]:
+    """The text of `ids` as they come after `prompt`."""
+    import chardata
+
+    if vocabulary.kind == "tokenizer":
+        from extras import tokenizer
+
+        yield from tokenizer.decoded(prompt, ids, vocabulary.chars)
+        return
     text = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in islice(gpt.sample(model, prompt, **how), count):
-        click.echo(text.decode(chardata.decode([token], vocabulary.kind, vocabulary.chars)), nl=False)
-    click.echo(text.decode(b"", final=True))
+    for token in ids:
+        yield text.decode(chardata.decode([token], vocabulary.kind, vocabulary.chars))
+    yield text.decode(b"", final=True)
+
+
+def encode(text: str, vocabulary: Any) -> Any:
+    """(n,) ids of a text."""
+    import chardata
+
+    if vocabulary.kind == "tokenizer":
+        from extras import tokenizer
+
+        return tokenizer.encode(text, vocabulary.chars)
+    return chardata.encode(text, vocabulary.kind, vocabulary.chars)
 
 
 # ------------------------------------------------------------------------------------------------ sub-commands
@@ -992,14 +1051,14 @@ def sample(o: SimpleNamespace) -> int:
     """The sub-command's work; -> the exit code."""
     import torch
 
-    import chardata
     import ddp_setup
 
     with users_mistakes(), ddp_setup.process_group(o.device) as world:
         model, vocabulary, _ = load(o.out, world.device)
-        newline = "\n" if vocabulary.kind == "byte" or "\n" in vocabulary.chars else vocabulary.chars[:1] or "0"
+        any_text = vocabulary.kind in ("byte", "tokenizer")
+        newline = "\n" if any_text or "\n" in vocabulary.chars else vocabulary.chars[:1] or "0"
         prompt = newline if o.prompt is None else o.prompt
-        ids = chardata.encode(prompt, vocabulary.kind, vocabulary.chars)
+        ids = encode(prompt, vocabulary)
         if not len(ids) or ids.max() >= vocabulary.vocab:
             raise ValueError(f"--prompt {prompt!r}: needs one token at least, and ids below {vocabulary.vocab}")
         generator = torch.Generator(world.device)
@@ -1035,8 +1094,8 @@ def evaluate(o: SimpleNamespace) -> int:
         with users_mistakes():
             world = stack.enter_context(ddp_setup.process_group(o.device))
             model, vocabulary, trained = load(o.out, world.device)
-            vocab = vocabulary.vocab if vocabulary.kind == "ids" else None
-            corpus = chardata.read(o.data or trained.data, vocabulary.kind, vocabulary.chars, vocab)
+            vocab = vocabulary.vocab if vocabulary.kind in ("ids", "tokenizer") else None
+            corpus = tokenized(o.data or trained.data, vocabulary.kind, vocabulary.chars, vocab)
             if corpus.kind != vocabulary.kind:
                 raise ValueError(f"--data {o.data}: is {corpus.kind}; the model in {o.out} knows {vocabulary.kind}")
             shards = corpus.shards if o.data else chardata.split(corpus.shards, trained.val_fraction)[1]
@@ -1050,6 +1109,10 @@ def evaluate(o: SimpleNamespace) -> int:
     if world.rank == 0:
         nats = loss_sum / count
         characters = chardata.count_characters(shards, vocabulary.kind)
+        if vocabulary.kind == "tokenizer":
+            from extras import tokenizer
+
+            characters = tokenizer.count_characters(shards, vocabulary.chars)
         per_character = f", {loss_sum / characters / math.log(2):.4f} bits per character" if characters else ""
         click.echo(
             f"loss {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}{per_character}, over {count:,.0f} tokens"

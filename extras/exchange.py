@@ -43,7 +43,8 @@ class Model(NamedTuple):
     """A model as it is exchanged."""
 
     config: dict[str, Any]  # arch, vocab, block_size, layers, heads, embd
-    vocabulary: dict[str, Any]  # "kind": "char", "byte" or "ids", and "chars": id i stands for chars[i], else ""
+    # "kind": "char", "byte", "ids" or "tokenizer"; "chars": id i stands for chars[i], or a tokenizer.json, else ""
+    vocabulary: dict[str, Any]
     weights: dict[str, Tensor]  # float32, named as in the state dict
 
 
@@ -170,7 +171,7 @@ def sizes(arch: Any, heads: Any, block_size: Any, weights: dict[str, Tensor]) ->
 
 
 def write_hf(model: Model, folder: str) -> None:
-    """A folder for AutoModelForCausalLM and, of characters or bytes, AutoTokenizer. Ids have no tokenizer here."""
+    """A folder for AutoModelForCausalLM and AutoTokenizer. Bare ids have no tokenizer."""
     safetensors, c = _safetensors(), model.config
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -211,9 +212,11 @@ def read_hf(folder: str) -> Model:
     return Model(sized, vocabulary(os.path.join(folder, "tokenizer.json"), sized["vocab"]), ours)
 
 
-def tokenizer(kind: str, chars: str) -> dict[str, Any]:
-    """The tokenizer.json of a vocabulary of characters or bytes. It has no other token, not even for the unknown:
+def tokenizer(kind: str, chars: str) -> Any:
+    """The tokenizer.json of a vocabulary. That of characters or bytes has no other token, not even for the unknown:
     a character that is not in the vocabulary is an error there, as here."""
+    if kind == "tokenizer":
+        return json.loads(chars)
     parts: dict[str, Any]
     if kind == "char":
         parts = {
@@ -242,18 +245,23 @@ def byte_names() -> str:
 
 
 def vocabulary(path: str, vocab: int) -> dict[str, Any]:
-    """Of a tokenizer.json as above, also as transformers saves it again; of any other, or none, it is bare ids."""
+    """Of a tokenizer.json as above, also as transformers saves it again; any other is kept as it is. None: bare ids."""
     try:
         with open(path, encoding="utf-8") as file:
-            model = json.load(file)["model"]
+            words = file.read()
+        model = json.loads(words)["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {"kind": "ids", "chars": ""}
+    try:
         tokens = {i: token for token, i in model["vocab"].items()}
         chars = "".join(tokens[i] for i in range(vocab))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {"kind": "ids", "chars": ""}
+    except (KeyError, TypeError, AttributeError):
+        return {"kind": "tokenizer", "chars": words}
     if model["type"] == "WordLevel" and len(chars) == len(tokens) == vocab:
         return {"kind": "char", "chars": chars}
-    byte = model["type"] == "BPE" and not model.get("merges") and chars == byte_names()
-    return {"kind": "byte" if byte else "ids", "chars": ""}
+    if model["type"] == "BPE" and not model.get("merges") and chars == byte_names():
+        return {"kind": "byte", "chars": ""}
+    return {"kind": "tokenizer", "chars": words}
 
 
 # ----------------------------------------------------------------------------------------------------- nanoGPT
@@ -295,7 +303,7 @@ def read_nanogpt(path: str, load: Callable[[BinaryIO], Any]) -> Model:
 def checked(vocabulary: Any, vocab: int) -> dict[str, Any]:
     """A vocabulary that a file told of, if it is one of `vocab` tokens."""
     kind, chars = vocabulary["kind"], vocabulary["chars"]
-    lengths = {"char": {len(set(chars))} & {len(chars)}, "byte": {256}, "ids": {vocab}}
+    lengths = {"char": {len(set(chars))} & {len(chars)}, "byte": {256}, "ids": {vocab}, "tokenizer": {vocab}}
     if type(chars) is not str or vocab not in lengths[kind]:
         raise ValueError(f"its vocabulary is not one of {vocab} tokens")
     return {"kind": kind, "chars": chars}

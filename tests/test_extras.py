@@ -88,6 +88,16 @@ USES = {
         (events,) = glob.glob("out/events*")
         assert b"loss" in open(events, "rb").read() and b"val_loss" not in open(events, "rb").read()
     """,
+    "progress": """
+        live = progress.follow(progress.Live(), tokens=9, seconds=1.0, read=lambda: (2.0, 0))
+        record = {"step": 3, "total": 9, "loss": progress.mean(live)}
+        assert progress.line(record, 79).endswith("3/9 loss 2.000") and progress.plain(record) == "step 3/9  loss 2.0000"
+    """,
+    "tokenizer": """
+        words = '{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 3}, "unk_token": "a"}}'
+        assert tokenizer.size(words) == 4 and tokenizer.encode("a", words).tolist() == [3]
+        assert "".join(tokenizer.decoded([], [3], words)) == "a"
+    """,
     "exchange": """
         import torch
         weights = {"embedding.weight": torch.ones(5, 4), "blocks.0.qkv.weight": torch.ones(12, 4)}
