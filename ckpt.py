@@ -9,7 +9,8 @@
 A checkpoint is one file, `step-00000400-loss-1.8812-<digest>.pt`. Its name carries the digest of its content,
 so that it is whole or it is not one; anyone opens it with `torch.load(name, weights_only=True)`, and finds
 under "model" a plain state dict, on the CPU, with the names that the bare model has. A folder is a path, or
-any URL that fsspec knows.
+any URL that fsspec knows. A name without .pt is of a checkpoint that is a folder itself, as extras/sharded.py
+writes them: it is counted, pruned and set aside here, and read there.
 """
 
 import copy
@@ -21,6 +22,7 @@ import os
 import pickle
 import pickletools
 import re
+import shutil
 import socket
 import struct
 import tempfile
@@ -38,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 T = TypeVar("T")
-NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})\.pt")
+NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})(\.pt)?")
 TEMPORARY = ".saving-"
 PLAIN = re.compile(  # what a pickle of tensors and builtins needs by name
     r"collections OrderedDict|torch (Size|device|\w+Storage|b?(float|bool|complex|u?int)\w*)|torch\.storage UntypedStorage"
@@ -201,7 +203,7 @@ def save(folder: str, state: dict[str, Any], step: int, loss: float | None = Non
         with open(temporary, "w+b") as file, _digesting(file) as digested:
             _write(state, file)
             os.fsync(file.fileno())
-            entry = _entry(step, loss, digested())
+            entry = named(step, loss, digested())
         os.replace(temporary, os.path.join(folder, entry.name))
         _fsync_folder(folder)
     except BaseException:
@@ -216,7 +218,7 @@ def _save_remote(folder: str, state: dict[str, Any], step: int, loss: float | No
     process that is killed, and cannot pass for a checkpoint: its digest is not its name's."""
     with tempfile.TemporaryDirectory() as here, open(os.path.join(here, "state"), "w+b") as file:
         _write(state, file)
-        entry = _entry(step, loss, digest(file))
+        entry = named(step, loss, digest(file))
         make_folder(folder)
         with remote(folder) as (fs, path):
             try:
@@ -265,10 +267,11 @@ def _digesting(file: BinaryIO) -> Iterator[Callable[[], str]]:
             whole.set()
 
 
-def _entry(step: int, loss: float | None, digest: str) -> Entry:
+def named(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
+    """What a checkpoint is called."""
     if loss is None or not math.isfinite(loss):
-        return Entry(step, None, digest, f"step-{step:08d}-{digest}.pt")
-    return Entry(step, round(loss, 4), digest, f"step-{step:08d}-loss-{loss:.4f}-{digest}.pt")
+        return Entry(step, None, digest, f"step-{step:08d}-{digest}{ending}")
+    return Entry(step, round(loss, 4), digest, f"step-{step:08d}-loss-{loss:.4f}-{digest}{ending}")
 
 
 def make_folder(folder: str) -> None:
@@ -307,7 +310,8 @@ def entries(folder: str) -> list[Entry]:
     if "://" in folder:
         with remote(folder) as (fs, path):
             fs.invalidate_cache()
-            names = [name.rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)] if fs.exists(path) else []
+            paths = fs.ls(path, detail=False) if fs.exists(path) else []
+            names = [name.rsplit("/", 1)[-1] for name in paths if name.endswith(".pt")]
     else:
         names = os.listdir(folder) if os.path.isdir(folder) else []
     matches = [match for match in map(NAME.fullmatch, names) if match]
@@ -315,15 +319,16 @@ def entries(folder: str) -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.step, entry.name))
 
 
-def newest(folder: str) -> tuple[Found | None, list[str]]:
+def newest(folder: str, read: Callable[[str, Entry], dict[str, Any]] | None = None) -> tuple[Found | None, list[str]]:
     """The newest checkpoint that can be read and verified, and a line for each newer one that cannot.
 
+    read: what reads one, with an OSError or a ValueError if it cannot; `load` if none is given.
     OSError if a URL does not answer: then nothing is known of what is there.
     """
     rejected: list[str] = []
     for entry in reversed(entries(folder)):
         try:
-            return Found(entry, load(folder, entry)), rejected
+            return Found(entry, (read or load)(folder, entry)), rejected
         except (OSError, ValueError) as error:
             if type(error) is OSError and "://" in folder:  # as remote() has it: the file itself may be sound
                 raise
@@ -474,7 +479,10 @@ def set_aside(folder: str, name: str) -> None:
 
 
 def remove(folder: str, name: str) -> None:
-    """Delete one file of `folder`; no error if somebody did so before. A folder is not ours to delete: set aside."""
+    """Delete a checkpoint, or what a save left; no error if somebody did so before.
+
+    A folder under a file's name is not ours to delete: set aside.
+    """
     try:
         if "://" in folder:
             with remote(folder) as (fs, path):
@@ -484,7 +492,18 @@ def remove(folder: str, name: str) -> None:
     except FileNotFoundError:
         pass
     except (IsADirectoryError, PermissionError):  # the second is what macOS says
-        set_aside(folder, name)
+        if name.endswith(".pt"):
+            set_aside(folder, name)
+        else:
+            _remove_folder(folder, name)
+
+
+def _remove_folder(folder: str, name: str) -> None:
+    """If it is broken off, what is left is no checkpoint any more."""
+    if not name.startswith(TEMPORARY):
+        os.rename(os.path.join(folder, name), os.path.join(folder, TEMPORARY + name))
+        name = TEMPORARY + name
+    shutil.rmtree(os.path.join(folder, name))
 
 
 def _open(folder: str, name: str) -> Any:

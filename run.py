@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -93,6 +93,7 @@ OPTIONS = {
         click.option("--eval-every", type=_count, default=100, help="Steps between evaluations."),
         click.option("--save-every", type=_count, default=100, help="Steps between checkpoints."),
         click.option("--log-every", type=_count, default=10, help="Steps between lines of metrics."),
+        click.option("--checkpoint", type=click.Choice(["whole", "sharded"]), default="whole", help="whole: one file, gathered and written by rank 0. sharded: a folder, of which every rank writes its share, for a model that is too large for that. One process: the same."),
         click.option("--keep", type=_count, default=3, help="Checkpoints to keep: the last so many, and the best."),
         click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too, into --out."),
         click.option("--profile", type=_from_zero, default=0, metavar="N", help="Trace N steps, after a few, into trace.json of --out."),
@@ -105,7 +106,7 @@ PINNED = (
 METRICS = "step epoch tokens loss grad_norm lr tokens_per_s mfu seconds skipped".split()
 # what a resumed run takes from its command line alone
 OWN = ("spawn", "strategy", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum",
-       "checkpoint_activations", "tensorboard", "profile")  # fmt: skip
+       "checkpoint", "checkpoint_activations", "tensorboard", "profile")  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------- command line
@@ -326,6 +327,7 @@ class Job(NamedTuple):
     peak: float  # FLOP/s of all ranks' devices together, measured
     lines: list[str]  # of metrics.jsonl, if --out is a URL: there is no appending there, so it goes with each save
     board: Any = None  # a SummaryWriter, on rank 0 with --tensorboard
+    sharing: Any = None  # with --checkpoint sharded, the group in which the ranks agree on what they write
 
 
 def train(o: SimpleNamespace, given: list[str]) -> int:
@@ -340,7 +342,7 @@ def train(o: SimpleNamespace, given: list[str]) -> int:
         if job.start >= job.total:
             return say_finished(o, job, world)
         stopped, written = go(o, job, world, asked)
-        weights = {} if stopped else whole(job.model)
+        weights = {} if stopped or job.sharing else whole(job.model)
     if weights:
         say_sample(job, weights, world.device)
     return FAILED if not written else STOPPED if stopped else DONE
@@ -405,7 +407,8 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
             idle += time.perf_counter() - paused
             if ending:
                 break
-    written = ddp_setup.from_rank_zero(lambda: complain(writing), world)
+    saved = complain(writing)  # on every rank, as each may have something to write
+    written = ddp_setup.from_rank_zero(lambda: saved, world)
     draw(job, world, step, report, seconds, live, "")
     if world.rank == 0:
         say_end(o, job, live, stopped)
@@ -434,17 +437,21 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     import ddp_setup
     import gpt
 
-    state, rejected = dict[str, Any](), []
+    state, rejected, unsound = dict[str, Any](), [], dict[str, str]()
 
     def look() -> dict[str, Any]:
         nonlocal state, rejected
-        found, rejected = (None, []) if o.fresh else find(o.out)
+        found, rejected = (None, []) if o.fresh else find(o.out, partial(load_state, ranks=world.size, unsound=unsound))
         state = found.state if found else imported(o.init_from) if o.init_from else {}
         name = f"{o.out}/{found.entry.name}" if found else o.init_from
-        small = ("config", "vocabulary", "data", "step", "scaler")  # the weights stay on rank 0
-        return {"name": name, **{key: state[key] for key in small if key in state}} if state else {}
+        small = ("config", "vocabulary", "data", "step", "scaler")  # the weights stay on rank 0, or where they are
+        shared = found is not None and world.size > 1 and not name.endswith(".pt")
+        return {"name": name, "shared": shared, **{k: state[k] for k in small if k in state}} if state else {}
 
     saved = ddp_setup.from_rank_zero(look, world)
+    while wrong := damage(saved, world):
+        unsound[saved["name"]] = wrong
+        saved = ddp_setup.from_rank_zero(look, world)
     if saved:
         take_over_(o, given, saved)
     known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
@@ -474,7 +481,12 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     if saved:
         with about(saved["name"]):
-            ckpt.restore_({"optimizers": [{} for _ in optimizers], **state} if state else {}, model, optimizers)
+            if saved["shared"]:
+                from extras import sharded
+
+                sharded.restore_(saved["name"], model, optimizers, ckpt.read)
+            else:
+                ckpt.restore_({"optimizers": [{} for _ in optimizers], **state} if state else {}, model, optimizers)
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # a run in another dtype had none
     job = Job(
         config, model, optimizers, scaler, dtype, corpus, shards, val,
@@ -485,6 +497,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
         flops=flops,
         peak=world.size * matmul_rate(world.device, dtype),
         lines=[],
+        sharing=sharing(o, world),
     )  # fmt: skip
     if job.start < job.total:
         with about(f"--out {o.out}"):
@@ -538,11 +551,44 @@ def tokenized(data: str | None, kind: str, chars: str, vocab: int | None) -> Any
     return corpus._replace(kind=kind, chars=chars, digest=chardata.digest(corpus.shards, chars))
 
 
-def find(out: str) -> tuple[Any, list[str]]:
+def sharing(o: SimpleNamespace, world: Any) -> Any:
+    """A group for what the ranks write together, or None if rank 0 writes alone."""
+    if o.checkpoint == "whole" or world.size == 1:
+        return None
+    from extras import sharded
+
+    return sharded.group(o.timeout)
+
+
+def load_state(out: str, entry: Any, ranks: int = 1, unsound: Mapping[str, str] = {}) -> dict[str, Any]:
+    """A checkpoint, be it a file or a folder of shares. Of shares that each of several ranks will read some of, only
+    names, types and shapes, unless they were found to be `unsound`."""
+    import ckpt
+
+    if entry.name.endswith(".pt"):
+        return ckpt.load(out, entry)
+    from extras import sharded
+
+    path = f"{out}/{entry.name}"
+    if path in unsound:
+        raise ValueError(unsound[path])
+    return sharded.load(path, ckpt.read) if ranks == 1 else sharded.outline(path)
+
+
+def damage(saved: dict[str, Any], world: Any) -> str:
+    """What is wrong with the shares of a checkpoint, the same on all ranks, or "". Each rank looks at some."""
+    if not saved.get("shared"):
+        return ""
+    from extras import sharded
+
+    return sharded.damage(saved["name"], world.rank, world.size)
+
+
+def find(out: str, read: Callable[[str, Any], dict[str, Any]] = load_state) -> tuple[Any, list[str]]:
     """(the newest checkpoint that verifies or None, what was wrong with newer ones). ValueError if none does."""
     import ckpt
 
-    found, rejected = ckpt.newest(out)
+    found, rejected = ckpt.newest(out, read)
     if rejected and not found:
         raise ValueError(f"{out}: no checkpoint can be used; {rejected[0]}; --fresh discards all and starts over")
     if found:
@@ -619,6 +665,8 @@ def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
         raise ImportError("pip install tensorboard to write for it")
     if o.init_from and os.path.realpath(o.init_from) == os.path.realpath(o.out):
         raise ValueError(f"--init-from {o.init_from} is --out itself; name another --out")
+    if o.checkpoint == "sharded" and "://" in o.out:
+        raise ValueError(f"--checkpoint sharded needs a folder that all ranks share; --out is {o.out}")
     if o.profile and "://" in o.out:
         raise ValueError(f"--profile {o.profile}: its trace needs a folder; --out is {o.out}")
     if o.compress != "none" and o.strategy != "ddp":
@@ -780,15 +828,27 @@ def append(out: str, name: str, line: str) -> None:
 
 
 def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None, writing: Any) -> Any:
-    """Copy the state, on every rank, and start to write it, on rank 0, once the write before has ended."""
+    """Copy the state, on every rank, and start to write it, once the write before has ended."""
     import ckpt
 
     config = {name: value for name, value in without_secrets(o).items() if name not in OWN}
     vocabulary = {"vocab": job.corpus.vocab, "kind": job.corpus.kind, "chars": job.corpus.chars}
-    state = ckpt.snapshot(
-        job.model, job.optimizers,
-        step=step, config=config, vocabulary=vocabulary, data=job.corpus.digest, scaler=job.scaler.state_dict(),
-    )  # fmt: skip
+    scaler = job.scaler.state_dict()
+    small = {"step": step, "config": config, "vocabulary": vocabulary, "data": job.corpus.digest, "scaler": scaler}
+    if job.sharing:
+        from extras import sharded
+
+        complain(writing)
+        temporary, name = os.path.join(o.out, f"{ckpt.TEMPORARY}{step}"), partial(ckpt.named, step, loss, ending="")
+        wait = sharded.save(temporary, lambda d: name(d).name, job.model, job.optimizers, job.sharing, **small)
+
+        def finish() -> None:
+            wait()
+            if world.rank == 0:
+                ckpt.prune(o.out, o.keep)
+
+        return ckpt.in_background(finish)
+    state = ckpt.snapshot(job.model, job.optimizers, **small)
     if world.rank:
         return None
     complain(writing)
@@ -1003,16 +1063,22 @@ def encode(text: str, vocabulary: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ sub-commands
 
 
-def load(out: str, device: Any) -> tuple[Any, SimpleNamespace, SimpleNamespace]:
-    """(model, its vocabulary, its training's flags) of the newest checkpoint that verifies."""
-    import ckpt
-    import gpt
-
+def newest(out: str) -> Any:
+    """The newest checkpoint that verifies; ValueError if there is none."""
     found, rejected = find(out)
     if not found:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another folder with --out")
     for line in rejected:
         warn(f"{line}; using {found.entry.name}")
+    return found
+
+
+def load(out: str, device: Any) -> tuple[Any, SimpleNamespace, SimpleNamespace]:
+    """(model, its vocabulary, its training's flags) of the newest checkpoint that verifies."""
+    import ckpt
+    import gpt
+
+    found = newest(out)
     o, vocabulary = SimpleNamespace(**found.state["config"]), SimpleNamespace(**found.state["vocabulary"])
     with about(f"{out}/{found.entry.name}"):
         model = gpt.build(gpt.Config(vocabulary.vocab, o.block_size, o.layers, o.heads, o.embd, 0.0, o.arch), 0)
@@ -1132,7 +1198,7 @@ def info(out: str) -> None:
     from extras import describe
 
     def verified(entry: Any) -> dict[str, Any]:
-        state = ckpt.load(out, entry)
+        state = load_state(out, entry)
         check_saved(state, entry.step)
         return state
 
@@ -1168,9 +1234,9 @@ def plot(outs: tuple[str, ...], output: str) -> None:
 @click.argument("out", default="out")
 @click.option(
     "--format",
-    type=click.Choice(["hf", "safetensors", "nanogpt"]),
+    type=click.Choice(["hf", "safetensors", "nanogpt", "checkpoint"]),
     required=True,
-    help="safetensors is a file, the others are folders.",
+    help="safetensors is a file, the others are folders; checkpoint: all of it in a single file, to go on from.",
 )
 @click.option("-o", "--output", required=True, metavar="PATH", help="What to write; must not exist.")
 def export(out: str, format: str, output: str) -> None:
@@ -1179,9 +1245,16 @@ def export(out: str, format: str, output: str) -> None:
     \b
       python run.py export out --format hf -o gpt2-mine
     """
+    import ckpt
     from extras import exchange
 
     with users_mistakes():
+        if format == "checkpoint":
+            found = newest(out)
+            if os.path.lexists(output):
+                raise ValueError(f"{output}: exists already; name another")
+            ckpt.save(output, found.state, found.entry.step, found.entry.loss)
+            return
         model, vocabulary, trained = load(out, "cpu")
         config = {**model.config._asdict(), "dropout": trained.dropout}
         words = {"kind": vocabulary.kind, "chars": vocabulary.chars}

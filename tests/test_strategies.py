@@ -17,6 +17,7 @@ import ckpt
 import ddp_setup
 import gpt
 import loop
+from extras import sharded
 
 ONE = ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))
 STRATEGIES = ("ddp", "zero", "fsdp")
@@ -152,30 +153,45 @@ def every_job(world):
     return found
 
 
-def write(world, strategy, folder, at):
-    model, optimizers = build(world, strategy)
+def write(world, kind, strategy, folder, at, optimizer):
+    model, optimizers = build(world, strategy, optimizer=optimizer)
     learn(world, model, optimizers, 0, at)
-    written = ckpt.snapshot(model, optimizers)
-    if world.rank == 0:
-        ckpt.save(f"{folder}/{strategy} {world.size}", written, at)
+    out = f"{folder}/{kind} {strategy} {world.size}"
+    os.makedirs(out, exist_ok=True)
+    if kind == "sharded" and world.size > 1:  # one process writes a file in any case
+        name = lambda digest: ckpt.named(at, None, digest, "").name  # noqa: E731
+        sharded.save(f"{out}/.saving", name, model, optimizers, sharded.group(60))()
+    else:
+        written = ckpt.snapshot(model, optimizers)
+        if world.rank == 0:
+            ckpt.save(out, written, at)
 
 
-def read(world, strategy, folder, writer, at, end):
+def read(world, kind, strategy, folder, writer, at, end, optimizer):
     """Go on from what `writer` has written, with other micro-batches."""
-    model, optimizers = build(world, strategy)
-    found = ckpt.newest("{}/{} {}".format(folder, *writer))[0].state if world.rank == 0 else {}
-    ckpt.restore_(found, model, optimizers)
+    model, optimizers = build(world, strategy, optimizer=optimizer)
+    out = "{}/{} {} {}".format(folder, kind, *writer)
+    (entry,) = ckpt.entries(out)
+    if entry.name.endswith(".pt"):
+        ckpt.restore_(ckpt.load(out, entry) if world.rank == 0 else {}, model, optimizers)
+    elif world.size == 1:
+        ckpt.restore_(sharded.load(f"{out}/{entry.name}", ckpt.read), model, optimizers)
+    else:
+        assert not sharded.damage(f"{out}/{entry.name}", world.rank, world.size)
+        sharded.restore_(f"{out}/{entry.name}", model, optimizers, ckpt.read)
     return {"curves": learn(world, model, optimizers, at, end, accum=2), "weights": whole(model)}
 
 
-def write_all(world, folder, cells, at):
-    for strategy in sorted({writer for (writer, size), _ in cells if size == world.size}):
-        write(world, strategy, folder, at)
+def write_all(world, folder, cells, **how):
+    for kind, strategy in sorted({(kind, strategy) for kind, (strategy, size), _ in cells if size == world.size}):
+        write(world, kind, strategy, folder, **how)
 
 
-def read_all(world, folder, cells, at, end):
-    mine = [(writer, reader) for writer, reader in cells if reader[1] == world.size]
-    return {(writer, reader): read(world, reader[0], folder, writer, at, end) for writer, reader in mine}
+def read_all(world, folder, cells, **how):
+    mine = [cell for cell in cells if cell[2][1] == world.size]
+    return {
+        (kind, writer, reader): read(world, kind, reader[0], folder, writer, **how) for kind, writer, reader in mine
+    }
 
 
 def in_turn(folder: str, job) -> None:
@@ -297,9 +313,9 @@ def test_with_dropout_a_resumed_run_is_bitwise_the_unbroken_one(ranks, size, str
     assert same(straight["optimizers"], again["optimizers"])
 
 
-def continued(folder, cells, at, end):
-    """(writer, reader) -> the curves from step `at` to `end` and the weights then."""
-    how = {"folder": str(folder), "cells": cells, "at": at}
+def continued(folder, cells, at, end, optimizer="adamw"):
+    """(kind, writer, reader) -> the curves from step `at` to `end` and the weights then."""
+    how = {"folder": str(folder), "cells": cells, "at": at, "optimizer": optimizer}
     for job in (partial(write_all, **how), partial(read_all, **how, end=end)):
         assert ddp_setup.spawn(in_turn, 3, str(folder), job) == 0
     return {cell: found for size in (1, 2, 3) for cell, found in torch.load(folder / f"0 of {size}.pt").items()}
@@ -313,15 +329,17 @@ def assert_continued(found, cells, at, end):
 
 
 def test_what_one_strategy_and_world_size_writes_another_continues(tmp_path):
-    cells = [(("fsdp", 2), ("ddp", 3)), (("zero", 3), ("fsdp", 2)), (("ddp", 1), ("fsdp", 3)), (("ddp", 2), ("zero", 3)),
-             (("fsdp", 3), ("zero", 1))]  # fmt: skip
+    cells = [("whole", ("fsdp", 2), ("ddp", 3)), ("whole", ("zero", 3), ("fsdp", 2)), ("whole", ("ddp", 1), ("fsdp", 3)),
+             ("whole", ("ddp", 2), ("zero", 3)), ("whole", ("fsdp", 3), ("zero", 1)), ("sharded", ("fsdp", 3), ("zero", 2)),
+             ("sharded", ("zero", 2), ("ddp", 3)), ("sharded", ("ddp", 3), ("fsdp", 1))]  # fmt: skip
     assert_continued(continued(tmp_path, cells, 4, 8), cells, 4, 8)
 
 
-def test_any_continues_any(tmp_path, trials):
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_any_continues_any(tmp_path, trials, kind):
     """Three strategies by three world sizes, each with each, 50 steps."""
-    cells = list(product(PLACES, PLACES))
-    trials("a checkpoint of each strategy and world size under each", lambda _: assert_continued(
+    cells = list(product([kind], PLACES, PLACES))
+    trials(f"a {kind} checkpoint of each strategy and world size under each", lambda _: assert_continued(
         continued(tmp_path, cells, 25, 50), cells, 25, 50), 0, 1, each=len(cells))  # fmt: skip
 
 
