@@ -189,7 +189,7 @@ def test_what_the_readme_links_to_is_there_and_small(path):
     assert (ROOT / path).stat().st_size < 40 * 1024
 
 
-def kept_per_token(arch: str, dtype: torch.dtype, recompute: bool, width: int = 128, length: int = 1024) -> float:
+def kept_per_token(arch: str, dtype: torch.dtype, recompute: bool, width: int = 256, length: int = 520) -> float:
     """Bytes that one layer's forward pass keeps for the backward pass, in units of the width: of 2 layers less of 1."""
     sizes = []
     for layers in (1, 2):
