@@ -251,7 +251,7 @@ def test_the_result_does_not_tell_how_many_processes_there_were(done, launch):
 
 def test_only_rank_0_speaks(done):
     def said(ran: Ran) -> str:
-        return re.sub(r"[\d,]+ tokens/s|mfu \d+%|eta [\d:]+|in /.*", "", ran.out)
+        return re.sub(r"[\d,]+ tokens/s|mfu \d+%|[\d.]+[MG]B|eta [\d:]+|in /.*", "", ran.out)
 
     alone, two = done("alone")[0], done("spawn 2")[0]
     assert said(two) == said(alone)
