@@ -50,9 +50,10 @@ def read(data: str | None, kind: str, chars: str = "", vocab: int | None = None)
     """Map `data` (a path, a glob, an fsspec URL; None: a text that every Python carries) as tokens.
 
     kind "char" has one id for each character, of `chars` if given, else of those that occur, in code point
-    order; kind "byte" is the files as they are, and so is "text", for a tokenizer of the caller's. `.bin` (uint16, with llm.c's header or without) and `.npy` files
-    hold ids already and are taken so under either kind. Their `vocab` is what is given: then nothing is read but
-    what the digest takes, however large they are. Without it all is looked through for the highest id, up to 1 GiB.
+    order; kind "byte" is the files as they are, and so is "text", to be encoded by the caller. `.bin` (uint16, with
+    llm.c's header or without) and `.npy` files hold ids already and are taken so under any kind. Their `vocab` is what
+    is given: then nothing is read but what the digest takes, however large they are. Without it all is looked through
+    for the highest id, up to 1 GiB.
 
     A file without tokens adds none; all of them without is an error. Raises ValueError or OSError with the file's
     name if they are not what they should be.

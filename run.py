@@ -455,7 +455,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     if saved:
         take_over_(o, given, saved)
     known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
-    corpus = read(o, tokenizer_of(o, given, saved) if o.tokens.endswith(".json") else known["chars"])
+    corpus = read(o, tokenizer_of(o, given, saved) if f"{o.tokens}".endswith(".json") else known["chars"])
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
     if corpus.vocab != (known["vocab"] or corpus.vocab):
@@ -520,7 +520,7 @@ def tokenizer_of(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) ->
 
 def read(o: SimpleNamespace, chars: str) -> Any:
     """The data that the flags name, in `chars` if given. What a text is read as is a flag: an error of it says which."""
-    if o.tokens not in ("char", "byte") and not o.tokens.endswith(".json"):
+    if o.tokens not in ("char", "byte") and not f"{o.tokens}".endswith(".json"):
         raise ValueError(f"--tokens {o.tokens}: is not char, byte or the path of a tokenizer.json")
     try:
         corpus = tokenized(o.data, "tokenizer" if o.tokens.endswith(".json") else o.tokens, chars, o.vocab)
@@ -646,7 +646,7 @@ def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> N
     or_else = ", or start over with --fresh" if "step" in saved else ""
     for name in vars(o).keys() & saved["config"].keys() - set(OWN):
         ours, theirs = getattr(o, name), saved["config"][name]
-        alike = name == "tokens" and ours.endswith(".json") and theirs.endswith(".json")  # see tokenizer_of
+        alike = name == "tokens" and all(f"{v}".endswith(".json") for v in (ours, theirs))  # see tokenizer_of
         if name not in given:
             setattr(o, name, theirs)
         elif name in (*PINNED, "init_from") and ours != theirs and not alike:
