@@ -106,8 +106,11 @@ class _Writer(dcp.FileSystemWriter):
     """DCP's, with a digest of each file from who wrote it, and at the end, on rank 0, the step that makes it count."""
 
     def __init__(self, temporary: str, name: Callable[[str], str], told: dict[str, Any]):
-        super().__init__(temporary)
+        super().__init__(temporary, per_thread_copy_ahead=0)  # it is a copy already
         self.name, self.told = name, told
+
+    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:  # DCP's own copies twice
+        return {key: value.to("cpu", copy=True) for key, value in state_dict.items()}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # and make no folder yet

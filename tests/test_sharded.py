@@ -445,6 +445,7 @@ def test_a_url_is_refused(job, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.torture
 def test_all_ranks_killed_at_random_moments_leave_whole_checkpoints_alone(trials, job, unbroken, tmp_path):
     """Most of them while one is written: every second step is saved."""
 

@@ -335,6 +335,7 @@ def test_what_one_strategy_and_world_size_writes_another_continues(tmp_path):
     assert_continued(continued(tmp_path, cells, 4, 8), cells, 4, 8)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
 def test_any_continues_any(tmp_path, trials, kind):
     """Three strategies by three world sizes, each with each, 50 steps."""
