@@ -736,7 +736,7 @@ def matmul_rate(device: Any, dtype: Any) -> float:
     """FLOP/s of a square matrix product on `device`, the best of five: what mfu is a fraction of."""
     import torch
 
-    n = 4096 if device.type == "cuda" else 768
+    n = 8192 if device.type == "cuda" else 768  # some milliseconds: a call that is waited for takes a twentieth of one
     a, seconds = torch.randn(n, n, device=device, dtype=dtype), []
     for _ in range(5):
         start = time.perf_counter()

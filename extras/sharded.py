@@ -166,8 +166,9 @@ def _commit(temporary: str, manifest: bytes, name: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     _fsync_folder(temporary)
-    os.rename(temporary, os.path.join(os.path.dirname(temporary), name))
-    _fsync_folder(os.path.dirname(temporary))
+    parent = os.path.dirname(os.path.abspath(temporary))
+    os.rename(temporary, os.path.join(parent, name))
+    _fsync_folder(parent)
 
 
 def _fsync_folder(folder: str) -> None:

@@ -98,6 +98,17 @@ USES = {
         assert tokenizer.size(words) == 4 and tokenizer.encode("a", words).tolist() == [3]
         assert "".join(tokenizer.decoded([], [3], words)) == "a"
     """,
+    "sharded": """
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = torch.nn.Linear(2, 3)
+        wait = sharded.save(".saving", lambda digest: f"a-{digest}", model, [], sharded.group(9.0), step=4)
+        wait()
+        (path,) = __import__("glob").glob("a-*")
+        assert sharded.damage(path, 0, 1) == "" and sharded.load(path)["step"] == 4
+        assert torch.equal(sharded.load(path)["model"]["weight"], model.weight)
+    """,
     "exchange": """
         import torch
         weights = {"embedding.weight": torch.ones(5, 4), "blocks.0.qkv.weight": torch.ones(12, 4)}
