@@ -75,9 +75,9 @@ def test_the_pieces_are_the_text(text, piece):
 
 @pytest.mark.parametrize("name", WORDS)
 def test_a_text_in_many_pieces_has_the_tokens_of_the_text_in_one(monkeypatch, name):
-    monkeypatch.setattr(tokenizer, "PIECE", 1500)
+    monkeypatch.setattr(tokenizer, "PIECE", 2000)  # of prose: each has a space between two letters
     found = np.load(tokenizer.encoded([raw(README), raw("and more")], "", WORDS[name]))
-    assert len([*tokenizer.cut(raw(README))]) > 20
+    assert len([*tokenizer.cut(raw(README))]) > 10
     assert found.dtype == np.uint16 and found.tolist() == ids(README, WORDS[name]) + ids("and more", WORDS[name])
 
 
