@@ -204,7 +204,7 @@ def test_what_is_exported_has_the_tokenizer_and_is_begun_with_again(made, tmp_pa
     found = exchange.read(f"{tmp_path / 'hf'}").vocabulary
     assert found["kind"] == "tokenizer" and json.loads(found["chars"]) == json.loads(WORDS["GPT-2"])
 
-    begin = ["--init-from", tmp_path / "hf", "--data", text, "--steps", 2, "--log-every", 1]
+    begin = ["--init-from", tmp_path / "hf", "--data", text, "--steps", 2, "--log-every", 1, "--dtype", "float32"]
     for name, more in {"its own": [], "the same": ["--tokens", path]}.items():
         assert run(*begin, *more, "--out", tmp_path / name).code == 0
         assert state(tmp_path / name)["vocabulary"]["vocab"] == 448
