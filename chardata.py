@@ -72,7 +72,9 @@ def read(data: str | None, kind: str, chars: str = "", vocab: int | None = None)
         vocab, told = vocab or _vocabulary(f"{data}", loaded), digest(loaded)
         return Corpus(_at_random(loaded), vocab, "ids", "", told, stamps)
     if vocab and kind != "text":
-        raise ValueError(f"{data or names[0]}: is text, and a vocab, here {vocab}, is for token files (.bin, .npy) alone")
+        raise ValueError(
+            f"{data or names[0]}: is text, and a vocab, here {vocab}, is for token files (.bin, .npy) alone"
+        )
     if kind in ("byte", "text"):
         told = digest(loaded)
         return Corpus(_at_random(loaded) if kind == "byte" else tuple(loaded), 256, kind, "", told, stamps)
