@@ -37,8 +37,8 @@ class Corpus(NamedTuple):
 
     shards: tuple[np.ndarray, ...]  # memory-mapped where the file allows
     vocab: int  # every id is to be below this; of token files that is checked as they are read, see steps()
-    kind: str  # "char", "byte", "text" or "ids"
-    chars: str  # kind "char": id i stands for chars[i]; otherwise ""
+    kind: str  # "char", "byte", "text" or "ids", or what a tokenizer of the caller's made of "text"
+    chars: str  # kind "char": id i stands for chars[i]; of a tokenizer what it is; otherwise ""
     digest: str  # of the length and the content, see digest()
     stamps: tuple[tuple[str, int, int], ...]  # of each mapped file: name, bytes, last change (ns since 1970)
 

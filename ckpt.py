@@ -332,6 +332,8 @@ def newest(folder: str, read: Callable[[str, Entry], dict[str, Any]] | None = No
         except (OSError, ValueError) as error:
             if type(error) is OSError and "://" in folder:  # as remote() has it: the file itself may be sound
                 raise
+            if entry not in entries(folder):  # pruned while it was read: there are newer ones
+                return newest(folder, read)
             rejected.append(f"{entry.name}: {error}")
     return None, rejected
 
@@ -503,7 +505,7 @@ def _remove_folder(folder: str, name: str) -> None:
     if not name.startswith(TEMPORARY):
         os.rename(os.path.join(folder, name), os.path.join(folder, TEMPORARY + name))
         name = TEMPORARY + name
-    shutil.rmtree(os.path.join(folder, name))
+    shutil.rmtree(os.path.join(folder, name), ignore_errors=True)  # what a reader on NFS still has open: the next time
 
 
 def _open(folder: str, name: str) -> Any:

@@ -51,7 +51,7 @@ _positive, _factor = click.FloatRange(0, min_open=True), click.FloatRange(0)
 OPTIONS = {
     "Data": [
         click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
-        click.option("--vocab", type=click.IntRange(1, 2**32), help="Of .bin and .npy: a number above every id. Above 1 GiB it has to be given.  [default: as the highest id needs]"),
+        click.option("--vocab", type=click.IntRange(1, 2**32), help="Of .bin, .npy and a tokenizer.json: a number above every id. Above 1 GiB it has to be given.  [default: as the highest id needs]"),
         click.option("--tokens", default="char", metavar="char|byte|FILE.json", help="What one token of a text is; a tokenizer.json of Hugging Face's has its own."),
         click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
         click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
@@ -290,7 +290,8 @@ def reading(batches: Iterable[T], corpus: Any) -> Iterator[T]:
 
 @contextmanager
 def a_last_line(diverged: type[Exception], out: str, world: Any, finish: Callable[[], Any]) -> Iterator[None]:
-    """An end that is no bug is one line, said once `finish` has seen to what is still being written."""
+    """An end that is no bug is one line, said once `finish` has seen to what is still being written here. (What waits
+    for other ranks would wait for the dead: rank 0's write may be cut short when they have left.)"""
     import ckpt
     import ddp_setup
 
@@ -455,7 +456,11 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     if saved:
         take_over_(o, given, saved)
     known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
-    corpus = read(o, tokenizer_of(o, given, saved) if f"{o.tokens}".endswith(".json") else known["chars"])
+    words = tokenizer_of(o, given, saved) if f"{o.tokens}".endswith(".json") else known["chars"]
+    there = ckpt.in_background(read, o, words)
+    while ddp_setup.any_rank(not there.done(), world):  # one node may have to fetch it, or to encode, for an hour
+        time.sleep(0.02)
+    corpus = there.result()
     if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
         raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
     if corpus.vocab != (known["vocab"] or corpus.vocab):
@@ -502,6 +507,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     if job.start < job.total:
         with about(f"--out {o.out}"):
             ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
+            check_shared(o, job)
     return job
 
 
@@ -557,7 +563,16 @@ def sharing(o: SimpleNamespace, world: Any) -> Any:
         return None
     from extras import sharded
 
-    return sharded.group(o.timeout)
+    return sharded.group(max(o.timeout, 3600.0))  # in it the ranks wait for one another's disks
+
+
+def check_shared(o: SimpleNamespace, job: Job) -> None:
+    """ValueError if the ranks are to write into one folder, and do not see one."""
+    if job.sharing:
+        from extras import sharded
+
+        if not sharded.in_common(o.out):
+            raise ValueError("is not one folder for all ranks, as --checkpoint sharded needs it")
 
 
 def load_state(out: str, entry: Any, ranks: int = 1, unsound: Mapping[str, str] = {}) -> dict[str, Any]:
@@ -835,32 +850,30 @@ def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None
     vocabulary = {"vocab": job.corpus.vocab, "kind": job.corpus.kind, "chars": job.corpus.chars}
     scaler = job.scaler.state_dict()
     small = {"step": step, "config": config, "vocabulary": vocabulary, "data": job.corpus.digest, "scaler": scaler}
+    complain(writing)
     if job.sharing:
         from extras import sharded
 
-        complain(writing)
         temporary, name = os.path.join(o.out, f"{ckpt.TEMPORARY}{step}"), partial(ckpt.named, step, loss, ending="")
-        wait = sharded.save(temporary, lambda d: name(d).name, job.model, job.optimizers, job.sharing, **small)
-
-        def finish() -> None:
-            wait()
-            if world.rank == 0:
-                ckpt.prune(o.out, o.keep)
-
-        return ckpt.in_background(finish)
-    state = ckpt.snapshot(job.model, job.optimizers, **small)
-    if world.rank:
-        return None
-    complain(writing)
-    return ckpt.in_background(save_all, o, state, step, loss, list(job.lines))
+        write: Callable[[], Any] = sharded.save(
+            temporary, lambda d: name(d).name, job.model, job.optimizers, job.sharing, **small
+        )
+    else:
+        state = ckpt.snapshot(job.model, job.optimizers, **small)
+        if world.rank:
+            return None
+        write = partial(ckpt.save, o.out, state, step, loss)
+    return ckpt.in_background(write_all, o, world, write, list(job.lines))
 
 
-def save_all(o: SimpleNamespace, state: dict[str, Any], step: int, loss: float | None, lines: list[str]) -> None:
+def write_all(o: SimpleNamespace, world: Any, write: Callable[[], Any], lines: list[str]) -> None:
     """What a save writes, beside the training: a URL's metrics, the checkpoint; then what is too many goes."""
     import ckpt
 
     upload_metrics(o.out, lines)
-    ckpt.save_and_prune(o.out, state, step, loss, o.keep)
+    write()
+    if world.rank == 0:
+        ckpt.prune(o.out, o.keep)
 
 
 def complain(writing: Future[Any] | None) -> bool:
@@ -1251,7 +1264,7 @@ def export(out: str, format: str, output: str) -> None:
     with users_mistakes():
         if format == "checkpoint":
             found = newest(out)
-            if os.path.lexists(output):
+            if os.path.lexists(output) and not (os.path.isdir(output) and not os.listdir(output)):
                 raise ValueError(f"{output}: exists already; name another")
             ckpt.save(output, found.state, found.entry.step, found.entry.loss)
             return

@@ -257,9 +257,9 @@ def vocabulary(path: str, vocab: int) -> dict[str, Any]:
         chars = "".join(tokens[i] for i in range(vocab))
     except (KeyError, TypeError, AttributeError):
         return {"kind": "tokenizer", "chars": words}
-    if model["type"] == "WordLevel" and len(chars) == len(tokens) == vocab:
+    if model.get("type") == "WordLevel" and len(chars) == len(tokens) == vocab:
         return {"kind": "char", "chars": chars}
-    if model["type"] == "BPE" and not model.get("merges") and chars == byte_names():
+    if model.get("type") == "BPE" and not model.get("merges") and chars == byte_names():
         return {"kind": "byte", "chars": ""}
     return {"kind": "tokenizer", "chars": words}
 

@@ -189,7 +189,10 @@ def able(stream: TextIO, env: Mapping[str, str] = os.environ) -> dict[str, bool]
 
 def columns(stream: TextIO) -> int:
     """How wide the terminal is now, whatever COLUMNS said when the program began."""
-    return os.get_terminal_size(stream.fileno()).columns or 80
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:  # it was closed
+        return 80
 
 
 def drawn(record: Mapping[str, Any], stream: TextIO) -> str:

@@ -18,10 +18,13 @@ import io
 import json
 import math
 import os
+import pickle
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import combinations
 from typing import Any, BinaryIO
 
 import torch
@@ -39,6 +42,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 MANIFEST = "manifest.json"
@@ -53,9 +57,24 @@ def plain(file: BinaryIO) -> Any:
 
 
 def group(timeout: float) -> dist.ProcessGroup:
-    """A group of all ranks, for `save`; all have to call it. timeout: seconds that they wait there for one another."""
+    """A group of all ranks, for `save`; all have to call it. timeout: seconds that they wait there for one another, and
+    so for each other's disks."""
     made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     return made
+
+
+def in_common(folder: str) -> bool:
+    """Whether all ranks see one and the same `folder`; all have to call it, and rank 0 can write there."""
+    name: list[Any] = [None]
+    if dist.get_rank() == 0:
+        handle, name[0] = tempfile.mkstemp(prefix=".saving-", dir=folder)
+        os.close(handle)
+    dist.broadcast_object_list(name)
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, os.path.exists(os.path.join(folder, os.path.basename(name[0]))))
+    if dist.get_rank() == 0:
+        os.unlink(name[0])
+    return all(seen)
 
 
 def save(
@@ -73,7 +92,7 @@ def save(
     group: of all ranks, for CPU tensors, and for nothing else: a thread uses it while the training uses the other.
 
     A save has to be waited for before the next is begun. Waiting raises on rank 0 the OSError that any rank had, for a
-    full disk or weights that are NaN: then nothing is left of it. Training may go on at once: each rank has a copy of
+    full disk or weights that are NaN: then what was written is removed. Training may go on at once: each rank has a copy of
     its share on its CPU.
     """
     writer = _Writer(temporary, name, {**_small(model, optimizers), "state": more})
@@ -85,8 +104,7 @@ def _wait(saving: Any, temporary: str) -> None:
     try:
         saving.result()
     except BaseException as error:
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # by each, as it may not be one folder after all
         error = _cause(error)
         if dist.get_rank() == 0 or not isinstance(error, OSError):
             raise error from None
@@ -109,8 +127,17 @@ class _Writer(dcp.FileSystemWriter):
         super().__init__(temporary, per_thread_copy_ahead=0)  # it is a copy already
         self.name, self.told = name, told
 
-    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:  # DCP's own copies twice
-        return {key: value.to("cpu", copy=True) for key, value in state_dict.items()}
+    def stage(
+        self, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:  # DCP's own copies twice, and what others write
+        loads, kept = [0] * dist.get_world_size(), {}
+        for key, value in sorted(state_dict.items(), key=lambda item: -item[1].nbytes):
+            least = loads.index(min(loads))
+            if not isinstance(value, DTensor):  # each rank has all of it, and one writes it
+                loads[least] += value.nbytes
+            if isinstance(value, DTensor) or least == dist.get_rank():
+                kept[key] = value.to("cpu", copy=True)
+        return kept
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # and make no folder yet
@@ -140,7 +167,8 @@ class _Writer(dcp.FileSystemWriter):
         super().finish(metadata, [[result for result in flat if not isinstance(result.storage_data, str)]])
         files = {r.index.fqn: (r.size_in_bytes, r.storage_data) for r in flat if isinstance(r.storage_data, str)}
         for file, (size, _) in files.items():
-            if os.path.getsize(os.path.join(self.path, file)) != size:
+            path = os.path.join(self.path, file)
+            if not os.path.exists(path) or os.path.getsize(path) != size:
                 raise OSError(f"rank 0 does not see {file} as it was written; all ranks have to share the folder")
         files[".metadata"] = _digest(os.path.join(self.path, ".metadata"))
         text = json.dumps({**self.told, "files": files, "tensors": _table(metadata)}, default=float).encode()
@@ -179,10 +207,16 @@ def _fsync_folder(folder: str) -> None:
         os.close(handle)
 
 
+def _opened(path: str) -> BinaryIO:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError("not a file")  # a pipe or a device might never end
+    return open(path, "rb")
+
+
 def _digest(path: str) -> tuple[int, str]:
     """(size, SHA-256) of a file."""
     hashed, size = hashlib.sha256(), 0
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         while block := file.read(1 << 22):
             hashed.update(block)
             size += len(block)
@@ -224,17 +258,17 @@ def _small(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dic
 
 def manifest(path: str) -> dict[str, Any]:
     """What the manifest of a checkpoint tells. ValueError if it is not what its name says, or does not make sense."""
-    with open(os.path.join(path, MANIFEST), "rb") as file:
+    with _opened(os.path.join(path, MANIFEST)) as file:
         text = file.read()
     if not path.endswith(f"-{hashlib.sha256(text).hexdigest()[:32]}"):
         raise ValueError("damaged: the manifest does not have the digest that the name tells")
     try:
         told: dict[str, Any] = json.loads(text)
-        sound = all(re.fullmatch(r"\w+\.distcp|\.metadata", file) for file in told["files"]) and all(
-            _fits(tensor, told["files"]) for tensor in told["tensors"].values()
-        )
-        _nested(told, dict.fromkeys(told["tensors"], torch.empty(0)))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        sound = all(re.fullmatch(r"\w+\.distcp|\.metadata", file) for file in told["files"])
+        sound &= all([type(value) for value in file] == [int, str] for file in told["files"].values())
+        sound &= all(_fits(tensor, told["files"]) for tensor in told["tensors"].values())
+        _outlined(told)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:  # torch's, of shapes
         raise ValueError(f"not a manifest: {error!r}") from error
     if not sound:
         raise ValueError("not a manifest: its tensors are not in its files")
@@ -244,7 +278,9 @@ def manifest(path: str) -> dict[str, Any]:
 def _fits(tensor: Any, files: dict[str, Any]) -> bool:
     """Whether a tensor's parts make up all of it, and are no larger than what there is of them in the files."""
     dtype, shape, chunks = tensor
-    itemsize, volume = _dtype(dtype).itemsize, 0
+    itemsize, boxes = _dtype(dtype).itemsize, list[tuple[slice, ...]]()
+    if len(chunks) > len(files):  # DCP has a part for each rank, and a file
+        return False
     for offsets, sizes, file, start, length in chunks:
         numbers = [*shape, *offsets, *sizes, start, length]
         inside = len(offsets) == len(sizes) == len(shape) and all(o + n <= s for o, n, s in zip(offsets, sizes, shape))
@@ -252,8 +288,13 @@ def _fits(tensor: Any, files: dict[str, Any]) -> bool:
             return False
         if math.prod(sizes) * itemsize > length:
             return False
-        volume += math.prod(sizes)
-    return bool(volume == math.prod(shape))
+        boxes += [_box(offsets, sizes)] * (math.prod(sizes) > 0)
+    volume = sum(math.prod(side.stop - side.start for side in box) for box in boxes)
+    return volume == math.prod(shape) and all(_apart(*pair) for pair in combinations(boxes, 2))
+
+
+def _apart(a: tuple[slice, ...], b: tuple[slice, ...]) -> bool:
+    return any(x.stop <= y.start or y.stop <= x.start for x, y in zip(a, b))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -265,7 +306,10 @@ def _dtype(name: str) -> torch.dtype:
 
 def outline(path: str) -> dict[str, Any]:
     """The state as `load` has it, with tensors that have shape and type, and no numbers (on the device "meta")."""
-    told = manifest(path)
+    return _outlined(manifest(path))
+
+
+def _outlined(told: dict[str, Any]) -> dict[str, Any]:
     return _nested(told, {k: torch.empty(v[1], dtype=_dtype(v[0]), device="meta") for k, v in told["tensors"].items()})
 
 
@@ -288,7 +332,7 @@ def _damaged(path: str, files: Iterable[tuple[str, Any]]) -> Iterator[str]:
             if _digest(os.path.join(path, file)) != (size, digest):
                 yield f"damaged: {file} does not have the digest that the manifest tells"
         except OSError as error:
-            yield f"damaged: {file}: {error.strerror}"
+            yield f"damaged: {file}: {error.strerror or error}"
 
 
 def damage(path: str, rank: int, size: int) -> str:
@@ -325,9 +369,12 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 def _record(path: str, told: dict[str, Any], key: str, chunk: Any, read: Callable[[BinaryIO], Any]) -> Tensor:
     """One part of a tensor."""
     _, sizes, file, start, length = chunk
-    with open(os.path.join(path, file), "rb") as opened:
+    with _opened(os.path.join(path, file)) as opened:
         opened.seek(start)
-        tensor = read(io.BytesIO(opened.read(length)))
+        try:
+            tensor = read(io.BytesIO(opened.read(length)))
+        except (ValueError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise ValueError(f"not a checkpoint: {file}: {error}") from None
     if not (isinstance(tensor, Tensor) and [f"{tensor.dtype}", [*tensor.shape]] == [told["tensors"][key][0], sizes]):
         raise ValueError(f"not a checkpoint: {file} does not have {key} where the manifest says")
     if key.startswith("model.") and tensor.isnan().any():

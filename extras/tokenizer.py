@@ -83,21 +83,27 @@ def encoded(texts: Sequence[np.ndarray], version: str, words: str) -> str:
     cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ddpkit")
     folder = os.path.join(cache, hashlib.sha256(f"{version}\n{words}".encode()).hexdigest()[:32])
     path = os.path.join(folder, "tokens.npy")
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process: one that died is waited for by nobody
-        if not os.path.exists(path):
-            tokenizer = load(words)
-            dtype = np.dtype(np.uint16 if _size(tokenizer) <= 1 << 16 else np.uint32)
-            try:
-                with open(f"{path}.part", "w+b") as file:
-                    _write(file, _tokens(tokenizer, texts), dtype)
-                os.replace(f"{path}.part", path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(f"{path}.part")
-                raise
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, ".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process: one that died is waited for by nobody
+            if not os.path.exists(path):
+                _make(path, load(words), texts)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}; XDG_CACHE_HOME can name another disk", folder) from error
     return path
+
+
+def _make(path: str, tokenizer: Any, texts: Sequence[np.ndarray]) -> None:
+    dtype = np.dtype(np.uint16 if _size(tokenizer) <= 1 << 16 else np.uint32)
+    try:
+        with open(f"{path}.part", "w+b") as file:
+            _write(file, _tokens(tokenizer, texts), dtype)
+        os.replace(f"{path}.part", path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(f"{path}.part")
+        raise
 
 
 def _write(file: BinaryIO, tokens: Iterable[Sequence[int]], dtype: np.dtype) -> None:
