@@ -434,39 +434,13 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     import torch
 
     import chardata
-    import ckpt
     import ddp_setup
     import gpt
 
-    state, rejected, unsound = dict[str, Any](), [], dict[str, str]()
-
-    def look() -> dict[str, Any]:
-        nonlocal state, rejected
-        found, rejected = (None, []) if o.fresh else find(o.out, partial(load_state, ranks=world.size, unsound=unsound))
-        state = found.state if found else imported(o.init_from) if o.init_from else {}
-        name = f"{o.out}/{found.entry.name}" if found else o.init_from
-        small = ("config", "vocabulary", "data", "step", "scaler")  # the weights stay on rank 0, or where they are
-        shared = found is not None and world.size > 1 and not name.endswith(".pt")
-        return {"name": name, "shared": shared, **{k: state[k] for k in small if k in state}} if state else {}
-
-    saved = ddp_setup.from_rank_zero(look, world)
-    while wrong := damage(saved, world):
-        unsound[saved["name"]] = wrong
-        saved = ddp_setup.from_rank_zero(look, world)
+    saved, state, rejected = begun(o, world)
     if saved:
         take_over_(o, given, saved)
-    known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
-    words = tokenizer_of(o, given, saved) if f"{o.tokens}".endswith(".json") else known["chars"]
-    there = ckpt.in_background(read, o, words)
-    while ddp_setup.any_rank(not there.done(), world):  # one node may have to fetch it, or to encode, for an hour
-        time.sleep(0.02)
-    corpus = there.result()
-    if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
-        raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
-    if corpus.vocab != (known["vocab"] or corpus.vocab):
-        raise ValueError(f"--data {o.data}: {corpus.vocab} tokens; the model in {o.init_from} has {known['vocab']}")
-    if "data" in saved and corpus.digest != saved["data"]:
-        raise ValueError(f"--data {o.data}: not what the run in {o.out} was trained on; --fresh starts a new one")
+    corpus = read_alike(o, given, saved, world)
     shards, val = chardata.split(corpus.shards, o.val_fraction)
     n = chardata.length(shards)
     with about(f"--data {o.data}"):
@@ -486,12 +460,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     if saved:
         with about(saved["name"]):
-            if saved["shared"]:
-                from extras import sharded
-
-                sharded.restore_(saved["name"], model, optimizers, ckpt.read)
-            else:
-                ckpt.restore_({"optimizers": [{} for _ in optimizers], **state} if state else {}, model, optimizers)
+            restore_(saved, state, model, optimizers)
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # a run in another dtype had none
     job = Job(
         config, model, optimizers, scaler, dtype, corpus, shards, val,
@@ -509,6 +478,61 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
             ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
             check_shared(o, job)
     return job
+
+
+def begun(o: SimpleNamespace, world: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """(what all ranks are to know of the checkpoint, or the import, to go on from; its state on rank 0; what was wrong
+    with newer ones, on rank 0). Empty if there is none."""
+    import ddp_setup
+
+    state, rejected, unsound = dict[str, Any](), [], dict[str, str]()
+
+    def look() -> dict[str, Any]:
+        nonlocal state, rejected
+        found, rejected = (None, []) if o.fresh else find(o.out, partial(load_state, ranks=world.size, unsound=unsound))
+        state = found.state if found else imported(o.init_from) if o.init_from else {}
+        name = f"{o.out}/{found.entry.name}" if found else o.init_from
+        small = ("config", "vocabulary", "data", "step", "scaler")  # the weights stay on rank 0, or where they are
+        shared = found is not None and world.size > 1 and not name.endswith(".pt")
+        return {"name": name, "shared": shared, **{k: state[k] for k in small if k in state}} if state else {}
+
+    saved = ddp_setup.from_rank_zero(look, world)
+    while wrong := damage(saved, world):
+        unsound[saved["name"]] = wrong
+        saved = ddp_setup.from_rank_zero(look, world)
+    return saved, state, rejected
+
+
+def read_alike(o: SimpleNamespace, given: list[str], saved: dict[str, Any], world: Any) -> Any:
+    """The data, on all ranks the same, and those that the run or the model began with."""
+    import ckpt
+    import ddp_setup
+
+    known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
+    words = tokenizer_of(o, given, saved) if f"{o.tokens}".endswith(".json") else known["chars"]
+    there = ckpt.in_background(read, o, words)
+    while ddp_setup.any_rank(not there.done(), world):  # one node may have to fetch it, or to encode, for an hour
+        time.sleep(0.02)
+    corpus = there.result()
+    if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
+        raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
+    if corpus.vocab != (known["vocab"] or corpus.vocab):
+        raise ValueError(f"--data {o.data}: {corpus.vocab} tokens; the model in {o.init_from} has {known['vocab']}")
+    if "data" in saved and corpus.digest != saved["data"]:
+        raise ValueError(f"--data {o.data}: not what the run in {o.out} was trained on; --fresh starts a new one")
+    return corpus
+
+
+def restore_(saved: dict[str, Any], state: dict[str, Any], model: Any, optimizers: list[Any]) -> None:
+    """Put the state back, be it rank 0's or shares that each rank reads of."""
+    import ckpt
+
+    if saved["shared"]:
+        from extras import sharded
+
+        sharded.restore_(saved["name"], model, optimizers, ckpt.read)
+    else:
+        ckpt.restore_({"optimizers": [{} for _ in optimizers], **state} if state else {}, model, optimizers)
 
 
 def tokenizer_of(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> str:
