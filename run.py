@@ -14,6 +14,7 @@ import codecs
 import errno
 import faulthandler
 import functools
+import gc
 import importlib.util
 import io
 import json
@@ -220,6 +221,7 @@ def launch(o: SimpleNamespace, given: list[str]) -> int:
 def main(command: Callable[..., int], *args: Any) -> None:
     """Run a command and exit with its code. Every error ends here: one line for a mistake, a traceback for a bug."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    gc.disable()  # until all is imported: there is no garbage then, and looking for it takes half a second
     faulthandler.enable()  # where it was when the system kills it, as when a file is cut while a batch is read from it
     try:
         code = command(*args)
@@ -241,6 +243,12 @@ def main(command: Callable[..., int], *args: Any) -> None:
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)  # everything is written; taking torch down would take half a second
+
+
+def collect_again() -> None:
+    """Let Python look for garbage from now on, in what is made from now on."""
+    gc.freeze()
+    gc.enable()
 
 
 def out_of_memory(error: Exception) -> str:
@@ -374,6 +382,7 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
     if world.rank == 0 and (o.tensorboard or o.profile):
         job, training = watched(o, job, training)
     writing, live = None, Live(world.rank == 0 and progress.terminal(sys.stdout), job.start)
+    collect_again()
     idle = time.perf_counter()  # the training's clock begins here, and again after each evaluation and save
 
     def finish() -> None:
@@ -1166,6 +1175,7 @@ def sample(o: SimpleNamespace) -> int:
             raise ValueError(f"--prompt {prompt!r}: needs one token at least, and ids below {vocabulary.vocab}")
         generator = torch.Generator(world.device)
         generator.seed() if o.seed is None else generator.manual_seed(o.seed)
+    collect_again()
     click.echo(prompt, nl=False)
     how = {"temperature": o.temperature, "top_k": o.top_k, "top_p": o.top_p, "generator": generator}
     stream(model, vocabulary, torch.from_numpy(ids.astype("int64")), o.tokens, **how)
@@ -1206,6 +1216,7 @@ def evaluate(o: SimpleNamespace) -> int:
                 raise ValueError(f"{o.data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
         share = {"rank": world.rank, "world_size": world.size, "vocab": vocabulary.vocab}
         windows = chardata.every_window(shards, trained.block_size, 16, **share)
+        collect_again()
         sums = loop.evaluate(model, reading(windows, corpus), gpt.loss)
         assert sums  # as nobody asks it to stop
         loss_sum, count = sums
