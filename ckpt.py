@@ -88,7 +88,20 @@ def snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **mo
     }
     # what came from another device, or was gathered, is a copy already; the rest is the model's own memory
     live = {_storage(t) for t in _tensors([model.state_dict(), *(o.state_dict() for o in optimizers)])}
-    return {**copy.deepcopy(state, {id(t): t for t in _tensors(state) if _storage(t) not in live}), **more}
+    return {**copy.deepcopy(state, _copies(state, live)), **more}
+
+
+def _copies(state: Any, live: set[int]) -> dict[int, Any]:
+    """What deepcopy is to put in each tensor's place, by its id: itself, or of `live` memory a clone, which is made
+    sooner than deepcopy's own. What is there under two names, as a tied head is, is cloned once."""
+    copies: dict[int, Any] = {}
+    clones: dict[Any, Tensor] = {}
+    for tensor in _tensors(state):
+        view = _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+        if view not in clones:
+            clones[view] = tensor.clone() if _storage(tensor) in live else tensor
+        copies[id(tensor)] = clones[view]
+    return copies
 
 
 def _tensors(nest: Any) -> Iterator[Tensor]:
