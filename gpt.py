@@ -190,7 +190,8 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, logits: int = 1 <<
     """
 
     def part(x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+        # a view, as autocast would keep one bfloat16 copy of the weight for all parts, and add up their gradients in it
+        return F.cross_entropy(F.linear(x, weight.view_as(weight)).float(), targets, reduction="sum")
 
     rows = max(1, logits // len(weight))
     if len(x) <= rows:

@@ -454,3 +454,17 @@ def test_sample_hands_its_settings_on():
     assert list(islice(gpt.sample(model, prompt, top_p=1e-6), 20)) == greedy
     assert list(islice(gpt.sample(model, prompt, temperature=1e-4), 20)) == greedy
     assert list(islice(gpt.sample(model, prompt, temperature=3.0), 20)) != greedy
+
+
+def test_gradients_of_many_parts_are_not_added_up_in_bfloat16():
+    torch.manual_seed(0)
+    x, targets = torch.randn(2048, 32), torch.randint(256, (2048,))
+
+    def gradient(logits):
+        weight = nn.Parameter(torch.linspace(-0.1, 0.1, 256 * 32).view(256, 32).clone())
+        with torch.autocast("cpu", torch.bfloat16):
+            gpt.cross_entropy(x, weight, targets, logits).backward()
+        return weight.grad
+
+    whole, parts = gradient(2048 * 256), gradient(16 * 256)
+    assert (parts - whole).norm() < 4e-3 * whole.norm()
