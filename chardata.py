@@ -300,7 +300,10 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
     if kind == "byte":
         return np.frombuffer(text.encode(), np.uint8)
     if kind == "ids":
-        return np.array([int(number) for number in text.split()], np.uint32)
+        numbers = [int(number) for number in text.split()]
+        if wrong := [number for number in numbers if not 0 <= number < 1 << 32]:
+            raise ValueError(f"{wrong[0]} is not an id; ids are whole numbers from 0 to {(1 << 32) - 1}")
+        return np.array(numbers, np.uint32)
     known, table = np.zeros(0x110000, bool), np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
     points = [ord(c) for c in chars]
     known[points], table[points] = True, np.arange(len(chars))

@@ -622,3 +622,9 @@ def test_the_digest_of_a_text_notices_other_characters(tmp_path):
         (tmp_path / name).write_text(text)
     a, b = (chardata.read(str(tmp_path / name), "char") for name in "ab")
     assert a.digest != b.digest
+
+
+@pytest.mark.parametrize("text", ["1 -1", "4294967296"])
+def test_a_number_that_is_no_id_is_a_value_error(text):
+    with pytest.raises(ValueError, match=f"{text.split()[-1]} is not an id"):
+        chardata.encode(text, "ids", "")
