@@ -151,7 +151,7 @@ def from_gpt2(weights: dict[str, Tensor], heads: Any, conv1d: bool) -> tuple[dic
 def check(weights: dict[str, Any]) -> None:
     """ValueError names what is not a tensor of finite floats: quantised weights are none."""
     for name, weight in weights.items():
-        if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.isfinite().all()):
+        if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.float().isfinite().all()):
             raise ValueError(f"{name} is not a tensor of finite numbers")
 
 

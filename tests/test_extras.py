@@ -682,3 +682,10 @@ def test_a_shell_completes_commands_and_flags():
     ran = plainly(**words, COMP_WORDS="run.py ex")
     assert ran.out == "plain,export\n" and " torch" not in ran.err
     assert plainly(**words, COMP_WORDS="run.py --init").out == "plain,--init-from\n"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_weights_of_few_bits_are_checked_as_others_are(dtype):
+    exchange.check({"w": torch.ones(2).to(dtype)})
+    with pytest.raises(ValueError, match="w is not a tensor of finite numbers"):
+        exchange.check({"w": torch.full((2,), math.nan).to(dtype)})
