@@ -282,13 +282,12 @@ def evaluate(
         flags = torch.zeros_like(sums)
         flags[0], flags[1] = batch is not none_left, stop()  # filled there: a copy from here would wait for the device
         reducing = dist.all_reduce(flags, async_op=True) if dist.is_initialized() else None
-        if batch is not none_left:
+        if batch is not none_left or spare:
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                value, count = loss_fn(model, to_device(batch, device))
-            sums[0] += value
-            sums[1] += count
-        elif spare:
-            loss_fn(model, to_device(spare[0], device))
+                value, count = loss_fn(model, to_device(spare[0] if batch is none_left else batch, device))
+            if batch is not none_left:
+                sums[0] += value
+                sums[1] += count
         if reducing:
             reducing.wait()
         now = to_host(flags)
