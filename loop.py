@@ -179,7 +179,8 @@ def _update_(
     if clip < math.inf:
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
-        if finite.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
+        # not its first step: torch's fused SGD, if it skips that one, keeps a momentum that nothing was written to
+        if finite.is_cuda and optimizer.state and getattr(optimizer, "_step_supports_amp_scaling", False):
             # a fused optimizer skips on the device, as GradScaler has it
             setattr(optimizer, "found_inf", (~finite).float())
             optimizer.step()
