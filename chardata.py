@@ -29,7 +29,7 @@ T = TypeVar("T")
 Shards = Sequence[np.ndarray]  # each (n_i,), unsigned integers
 Batch = tuple[torch.Tensor, torch.Tensor]  # x (B, T) int64 and y (B, T) int64, y one token later than x
 LOOKED_THROUGH = 1 << 30  # bytes of token files that are read to find the highest id: what a start can wait for
-LLM_C = (20240520, 1)  # magic and version in the header of llm.c's .bin files; GPT-2 has no id to begin a file so
+LLM_C = (20240520, 1)  # magic and version of llm.c's .bin header; as uint16 it begins with 55432, no GPT-2 id
 
 
 class Corpus(NamedTuple):

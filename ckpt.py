@@ -528,8 +528,8 @@ def _open(folder: str, name: str) -> Any:
             raise OSError("not a file")  # a pipe or a device might never end
         return open(path, "rb")
     with remote(folder) as (fs, path), tempfile.TemporaryDirectory() as here:
-        fs.get_file(f"{path}/{name}", os.path.join(here, "state"))  # once: what it is for reads it here and there
-        return open(os.path.join(here, "state"), "rb")  # and is there as long as it is open
+        fs.get_file(f"{path}/{name}", os.path.join(here, "state"))  # all of it: it is read twice, out of order
+        return open(os.path.join(here, "state"), "rb")  # deleted now, but readable until it is closed
 
 
 @contextmanager

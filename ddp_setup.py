@@ -129,7 +129,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     """Join the group that the launcher set up, and leave it; as plain python, be the only one.
 
     device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda" or "mps". ValueError if it cannot be had.
-    timeout: seconds that any collective may take before it raises.
+    timeout: seconds that any collective may take. Then gloo raises; NCCL ends the process from a thread of its own.
 
     If the body raises, no teardown is attempted, as it might wait for the dead. The rank that failed first
     goes on with its own exception; the others end with SystemExit(1) and nothing to say.
@@ -264,7 +264,7 @@ def _compare(at: str, lost: bool, here: Place, failures: dist.Store) -> tuple[bo
         silent = [rank for rank in silent if failures.check([f"left {rank}"])] or silent  # others may still wait for it
         return first, lines, silent
     except dist.DistError:
-        return True, {}, [0]  # which served the store
+        return True, {}, [0]  # no store: rank 0, which served it, is gone
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
@@ -482,7 +482,7 @@ def _watch(children: list[Any], asked: Callable[[], bool], timeout: float, failu
             told = True
             for child in running:
                 child.terminate()
-        if not code and time.monotonic() >= deadline:  # rank 0 may well have more to do, but not in the group
+        if not code and time.monotonic() >= deadline:  # one that has left the group may take its time
             late = [r for r, ended in enumerate(codes) if ended is None and not failures.check([f"left {r}"])]
             if late:
                 code, unsaid = 1, f"rank {late[0]} did not end, {timeout:g} s after another had"

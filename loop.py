@@ -93,7 +93,7 @@ def train_(
 
 
 def _seed(number: int, device: torch.device) -> None:
-    """What torch.manual_seed does for the devices in use. For those that are not it notes a stack trace, each time."""
+    """What torch.manual_seed does for the devices in use. For CUDA that is not, it would queue a call and its stack trace, each time."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -143,10 +143,10 @@ def _backward_(
             if weight:
                 sums[0] += loss_sum.detach()
                 sums[1] += count
-            if i == len(batches) and dist.is_initialized() and not together:  # its way is hidden behind the pass back
+            if i == len(batches) and dist.is_initialized() and not together:  # while the backward pass computes
                 reducing = dist.all_reduce(sums, async_op=True)
             scaler.scale(loss_sum * weight).backward()
-    if together:  # not before, as the order in which the ranks meet has to be one
+    if together:  # last: collectives come in one order on all ranks
         dist.all_reduce(sums)
     if reducing is not None:
         reducing.wait()
@@ -156,7 +156,7 @@ def _backward_(
 def _as_many_as_others(batches: list[Any], weight: float, device: torch.device) -> Iterator[tuple[Any, float]]:
     """(micro-batch, its weight), and while another rank has more of them the first again, to weigh nothing.
 
-    How many that is comes from the device behind this rank's own: it does not run dry meanwhile.
+    How many others have is read once this rank's own are queued, so the device has work while that number travels.
     """
     most = torch.full((1,), float(len(batches)), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -181,10 +181,10 @@ def _update_(
     for optimizer in optimizers:
         # not its first step: torch's fused SGD, if it skips that one, keeps a momentum that nothing was written to
         if finite.is_cuda and optimizer.state and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # a fused optimizer skips on the device, as GradScaler has it
+            # a fused optimizer reads found_inf on the device and skips the step itself, as GradScaler has it do
             setattr(optimizer, "found_inf", (~finite).float())
             optimizer.step()
-            delattr(optimizer, "found_inf")  # nor is any other step of this optimizer's to be skipped for it
+            delattr(optimizer, "found_inf")  # else the caller's own step() would be skipped too
         elif finite:
             optimizer.step()
     scaler.update()

@@ -127,9 +127,8 @@ class _Writer(dcp.FileSystemWriter):
         super().__init__(temporary, per_thread_copy_ahead=0)  # it is a copy already
         self.name, self.told = name, told
 
-    def stage(
-        self, state_dict: dict[str, Tensor]
-    ) -> dict[str, Tensor]:  # DCP's own copies twice, and what others write
+    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        # DCP's own would copy everything twice, also what another rank writes
         loads, kept = [0] * dist.get_world_size(), {}
         for key, value in sorted(state_dict.items(), key=lambda item: -item[1].nbytes):
             least = loads.index(min(loads))
