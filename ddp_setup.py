@@ -428,7 +428,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(seen)
     finally:
         for number, handler in zip(STOP_SIGNALS, handlers):
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: what is not Python's own
         signal.set_wakeup_fd(wakeup)
         writer.close()
 

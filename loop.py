@@ -93,7 +93,7 @@ def train_(
 
 
 def _seed(number: int, device: torch.device) -> None:
-    """What torch.manual_seed does for the devices in use. For CUDA that is not, it would queue a call and its stack trace, each time."""
+    """What torch.manual_seed does, for the devices in use: for an unused CUDA it would queue a call and a stack trace."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         with torch.cuda.device(device):
