@@ -11,17 +11,13 @@ python run.py info, plot, export                what it is; how it came about; f
 """
 
 import codecs
-import errno
 import faulthandler
 import functools
 import gc
 import importlib.util
-import io
 import json
 import math
 import os
-import re
-import shutil
 import signal
 import sys
 import time
@@ -36,7 +32,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from extras import progress
+from extras import flags, folder, progress
+from extras.mistakes import about, out_of_memory, said, users_mistakes
 from extras.progress import Live
 
 # torch, and the modules that import it, are imported where they are used: --help answers at once.
@@ -99,6 +96,10 @@ OPTIONS = {
         click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too, into --out."),
         click.option("--profile", type=_from_zero, default=0, metavar="N", help="Trace N steps, after a few, into trace.json of --out."),
     ],
+    "Other": [
+        click.option("--config", type=str, callback=flags.from_toml, is_eager=True, expose_value=False, metavar="FILE.toml", help="Any of these flags, as `batch-size = 64`."),
+        click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False),
+    ],
 }  # fmt: skip
 # what a checkpoint was made with and cannot go on without: the model, and the order of the data
 PINNED = (
@@ -113,48 +114,11 @@ OWN = ("spawn", "strategy", "device", "compile", "timeout", "out", "fresh", "log
 # -------------------------------------------------------------------------------------------- command line
 
 
-def train_options(command: Callable[..., None]) -> Callable[..., None]:
-    """All of OPTIONS, as click's decorators."""
-    for option in [option for group in OPTIONS.values() for option in group][::-1]:
-        command = option(command)
-    return command
-
-
-def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
-    """--config: a TOML file of flags, between the environment and the defaults."""
-    if path is None:
-        return
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        with open(path, "rb") as file:
-            config = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise mistake(f"--config {path}: {error.strerror if isinstance(error, OSError) else error}") from None
-    known = {param.name for param in ctx.command.params} - {"config", "version"}
-    for key in config:
-        if key not in known:
-            raise mistake(f"--config {path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
-    ctx.default_map = config
-
-
 @click.group(
     invoke_without_command=True,
     context_settings={"auto_envvar_prefix": PREFIX, "show_default": True, "max_content_width": 100},
 )
-@train_options
-@click.option(
-    "--config",
-    type=str,
-    callback=read_config,
-    is_eager=True,
-    expose_value=False,
-    metavar="FILE.toml",
-    help="Any of these flags, as `batch-size = 64`.",
-)
-@click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)
+@flags.all_of(OPTIONS)
 @click.pass_context
 def cli(ctx: click.Context, /, **options: Any) -> None:
     """Train a GPT on text, on one process or many.
@@ -168,40 +132,14 @@ def cli(ctx: click.Context, /, **options: Any) -> None:
     Started again with the same --out it goes on where it stopped. Every flag can also be an environment
     variable (DDPKIT_BATCH_SIZE) or a line in a --config file; the command line wins.
     """
-    check_numbers(options)
+    flags.check_numbers(ctx.command, options)
     if ctx.invoked_subcommand is None:
         default = click.core.ParameterSource.DEFAULT
         given = [name for name in options if ctx.get_parameter_source(name) is not default]
         ctx.exit(launch(SimpleNamespace(**options), given))
 
 
-def format_options(ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """The help page's flags, in the groups of OPTIONS."""
-    records = (record for param in ctx.command.params if (record := param.get_help_record(ctx)))
-    for title, count in [*((title, len(group)) for title, group in OPTIONS.items()), ("Other", 2)]:
-        with formatter.section(title):
-            formatter.write_dl(list(islice(records, count)))
-    cli.format_commands(ctx, formatter)
-
-
-setattr(cli, "format_options", format_options)
-
-
-def check_environment() -> None:
-    """A misspelt DDPKIT_ variable is an error, as a misspelt flag is."""
-    known = {f"{PREFIX}_{param.name}".upper() for param in cli.params}
-    for name, command in cli.commands.items():
-        known |= {f"{PREFIX}_{name}_{param.name}".upper() for param in command.params}
-    for name in os.environ:
-        if name.startswith(f"{PREFIX}_") and name not in known:
-            raise mistake(f"environment variable {name}: there is no such flag")
-
-
-def check_numbers(options: dict[str, Any]) -> None:
-    """click's ranges let nan through, and an upper end to each would fill the help page."""
-    for name, value in options.items():
-        if isinstance(value, (int, float)) and name != "seed" and not value < 1e12:
-            raise mistake(f"--{name.replace('_', '-')} {value}: needs a number, and one below 1e12")
+flags.in_groups(cli, OPTIONS)
 
 
 def launch(o: SimpleNamespace, given: list[str]) -> int:
@@ -223,6 +161,7 @@ def main(command: Callable[..., int], *args: Any) -> None:
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     gc.disable()  # until all is imported: there is no garbage then, and looking for it takes half a second
     faulthandler.enable()  # where it was when the system kills it, as when a file is cut while a batch is read from it
+    code = FAILED
     try:
         code = command(*args)
     except SystemExit as error:  # of a rank that has nothing to say
@@ -232,14 +171,13 @@ def main(command: Callable[..., int], *args: Any) -> None:
         code = error.exit_code
     except BrokenPipeError:  # whoever read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = FAILED
     except (ConnectionError, ChildProcessError) as error:  # a rank was lost, or killed
         tell(f"Error: {error}")
-        code = FAILED
     except Exception as error:
-        text = out_of_memory(error) or f"{error}\n{traceback.format_exc()}"
+        wanting = out_of_memory(error)
+        less = f"{wanting}; a higher --accum or --checkpoint-activations needs less"
+        text = less if wanting else f"{error}\n{traceback.format_exc()}"
         tell(f"Error on rank {rank}: {text}")
-        code = FAILED
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)  # everything is written; taking torch down would take half a second
@@ -249,43 +187,6 @@ def collect_again() -> None:
     """Let Python look for garbage from now on, in what is made from now on."""
     gc.freeze()
     gc.enable()
-
-
-def out_of_memory(error: Exception) -> str:
-    """What to say of an error if it is one for want of memory, be it the GPU's, this machine's or a limit's."""
-    text = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
-    wanting = re.search("out of memory|allocate memory|Cannot allocate|failed to map|can't start new thread", text)
-    less = "a higher --accum or --checkpoint-activations needs less"
-    return f"{text}; {less}" if wanting or isinstance(error, MemoryError) else ""
-
-
-def mistake(message: str) -> click.ClickException:
-    """An error of the user's: its message in one line, exit code 2."""
-    error = click.ClickException(" ".join(message.split()))
-    setattr(error, "exit_code", USAGE)
-    return error
-
-
-@contextmanager
-def users_mistakes() -> Iterator[None]:
-    """Before training, what is wrong with values, files and packages is the user's to mend: one line, exit code 2."""
-    try:
-        yield
-    except ImportError as error:  # fsspec's are "Install s3fs to access S3", "Please install gcsfs to ..."
-        raise mistake(re.sub(r"^(Please i|I)nstall ", "pip install ", str(error))) from error
-    except ConnectionError:  # a rank was lost
-        raise
-    except (ValueError, OSError) as error:
-        raise mistake(said(error)) from error
-
-
-@contextmanager
-def about(what: str) -> Iterator[None]:
-    """Say of an error what it is about."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{what}: {said(error)}") from error
 
 
 def reading(batches: Iterable[T], corpus: Any) -> Iterator[T]:
@@ -445,6 +346,7 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     import chardata
     import ddp_setup
     import gpt
+    from extras import machine
 
     saved, state, rejected = begun(o, world)
     if saved:
@@ -460,10 +362,10 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
     bare = gpt.build(config, o.seed, o.checkpoint_activations)
     total = min(o.epochs * per_epoch, o.steps or math.inf)
     flops = gpt.flops_per_token(config)
-    if compiling(o.compile, world.device, total * o.batch_size * o.block_size * flops):
+    if machine.compiling(o.compile, world.device, total * o.batch_size * o.block_size * flops):
         gpt.compile_(bare)
     model = ddp_setup.replicate(bare, world, o.strategy, parts=[*bare.blocks], compress=o.compress == "bf16")
-    o.dtype = ddp_setup.from_rank_zero(lambda: arithmetic(o.dtype, world.device), world)
+    o.dtype = ddp_setup.from_rank_zero(lambda: machine.arithmetic(o.dtype, world.device), world)
     dtype = getattr(torch, o.dtype)
     optimizers = make_optimizers(bare, o)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
@@ -478,14 +380,13 @@ def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
         tokens=partial(chardata.tokens_before, n=n, block_size=o.block_size, batch_size=o.batch_size),
         epoch=lambda step: step / per_epoch,
         flops=flops,
-        peak=world.size * matmul_rate(world.device, dtype),
+        peak=world.size * machine.matmul_rate(world.device, dtype),
         lines=[],
-        sharing=sharing(o, world),
     )  # fmt: skip
     if job.start < job.total:
         with about(f"--out {o.out}"):
             ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
-            check_shared(o, job)
+            job = job._replace(sharing=sharing(o, world))
     return job
 
 
@@ -591,21 +492,14 @@ def tokenized(data: str | None, kind: str, chars: str, vocab: int | None) -> Any
 
 
 def sharing(o: SimpleNamespace, world: Any) -> Any:
-    """A group for what the ranks write together, or None if rank 0 writes alone."""
+    """A group for what the ranks write together into --out, or None if rank 0 writes alone."""
     if o.checkpoint == "whole" or world.size == 1:
         return None
     from extras import sharded
 
+    if not sharded.in_common(o.out):
+        raise ValueError("is not one folder for all ranks, as --checkpoint sharded needs it")
     return sharded.group(max(o.timeout, 3600.0))  # in it the ranks wait for one another's disks
-
-
-def check_shared(o: SimpleNamespace, job: Job) -> None:
-    """ValueError if the ranks are to write into one folder, and do not see one."""
-    if job.sharing:
-        from extras import sharded
-
-        if not sharded.in_common(o.out):
-            raise ValueError("is not one folder for all ranks, as --checkpoint sharded needs it")
 
 
 def load_state(out: str, entry: Any, ranks: int = 1, unsound: Mapping[str, str] = {}) -> dict[str, Any]:
@@ -649,21 +543,15 @@ def check_saved(state: dict[str, Any], step: int) -> None:
     """ValueError unless a checkpoint holds what `save` puts there, and flags that could have been given."""
     try:
         config, vocabulary = state["config"], state["vocabulary"]
-        flags = {param.name: param.type for param in cli.params}
         sound = (
             (state["step"], type(state["step"]), type(state["scaler"]), type(state["data"])) == (step, int, dict, str)
             and config.keys() >= {*PINNED, "data"}
-            and all(
-                value is None
-                or isinstance(value, (str, int, float))
-                and flags[name].convert(value, None, None) == value
-                for name, value in config.items()
-            )
+            and flags.could_be_given(cli, config)
             and vocabulary["kind"] in ("char", "byte", "ids", "tokenizer")
             and (type(vocabulary["vocab"]), type(vocabulary["chars"])) == (int, str)
         )
         weights = sum(tensor.numel() for tensor in state["model"].values())
-    except (KeyError, TypeError, AttributeError, click.BadParameter):
+    except (KeyError, TypeError, AttributeError):
         sound = False
     if not sound:
         raise ValueError("not written by this program; --fresh discards it")
@@ -682,11 +570,11 @@ def imported(path: str) -> dict[str, Any]:
     else:
         sizes, words, weights = exchange.read(path, ckpt.read)
         vocabulary = {**words, "vocab": sizes["vocab"]}
-    flags = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
+    config = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
     kind = vocabulary["kind"]
-    flags |= {"vocab": vocabulary["vocab"]} if kind in ("ids", "tokenizer") else {"tokens": kind}
-    flags |= {"tokens": f"{path}/tokenizer.json"} if kind == "tokenizer" else {}
-    return {"model": weights, "config": flags, "vocabulary": vocabulary}
+    config |= {"vocab": vocabulary["vocab"]} if kind in ("ids", "tokenizer") else {"tokens": kind}
+    config |= {"tokens": f"{path}/tokenizer.json"} if kind == "tokenizer" else {}
+    return {"model": weights, "config": config, "vocabulary": vocabulary}
 
 
 def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> None:
@@ -705,6 +593,8 @@ def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> N
 
 def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
     """What no single flag can know of the others."""
+    from extras import machine
+
     if not o.out:
         raise ValueError("--out is empty; name a folder or a URL")
     if o.batch_size < world.size:
@@ -723,7 +613,7 @@ def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
         raise ValueError(f"--min-lr {o.min_lr} is higher than --lr {o.lr}")
     parameters = o.layers * 12 * o.embd**2 + 2 * vocab * o.embd
     each = {"ddp": 12, "zero": 4 + 8 / world.size, "fsdp": 12 / world.size}  # bytes: weight, gradient, one moment
-    needed, there = 1e-9 * each[o.strategy] * parameters, memory(world.device) / 1e9
+    needed, there = 1e-9 * each[o.strategy] * parameters, machine.memory(world.device) / 1e9
     if needed > there:
         raise ValueError(
             f"--layers {o.layers} --embd {o.embd}: {parameters:,} parameters need {needed:,.0f} GB to be trained; "
@@ -731,15 +621,6 @@ def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
         )
     if o.val_fraction and val_tokens < 2:
         raise ValueError(f"--val-fraction {o.val_fraction} leaves {val_tokens} tokens; 2 are needed, or none")
-
-
-def memory(device: Any) -> int:
-    """Bytes that the device has in all."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def make_optimizers(model: Any, o: SimpleNamespace) -> list[Any]:
@@ -758,39 +639,6 @@ def make_optimizers(model: Any, o: SimpleNamespace) -> list[Any]:
         muon = torch.optim.Muon(kinds["matrices"], lr=o.lr, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw")
         made.append(muon)
     return made
-
-
-def arithmetic(name: str, device: Any) -> str:
-    """--dtype, with "auto" resolved: bfloat16 where this device multiplies much faster in it, else float32."""
-    import torch
-
-    if name != "auto":
-        return name
-    gain = matmul_rate(device, torch.bfloat16) / matmul_rate(device, torch.float32)
-    return "bfloat16" if gain > 1.5 else "float32"
-
-
-def compiling(asked: bool | None, device: Any, flops: float) -> bool:
-    """--compile, with its default resolved: on a CPU compiling takes half a minute and then saves a fifth. What the whole
-    run takes is told by its `flops`, not by a clock, so that a stopped run goes on as it began. Both need a compiler.
-    """
-    if asked is not None:
-        return asked
-    worth_it = device.type == "cuda" or device.type == "cpu" and flops > 5e13
-    return worth_it and shutil.which(os.environ.get("CXX", "g++")) is not None
-
-
-def matmul_rate(device: Any, dtype: Any) -> float:
-    """FLOP/s of a square matrix product on `device`, the best of five: what mfu is a fraction of."""
-    import torch
-
-    n = 8192 if device.type == "cuda" else 768  # some milliseconds: a call that is waited for takes a twentieth of one
-    a, seconds = torch.randn(n, n, device=device, dtype=dtype), []
-    for _ in range(5):
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()
-        seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds)
 
 
 # ---------------------------------------------------------------------------------------------- the out folder
@@ -813,73 +661,18 @@ def open_folder(o: SimpleNamespace, job: Job, world: Any, rejected: list[str]) -
     for name, line in zip(damaged, rejected):
         ckpt.set_aside(o.out, name)
         warn(f"{line}; set aside, going on from step {job.start}")
-    lines = metrics_until(o.out, job.start)
+    lines = folder.metrics(o.out, job.start)
     job.lines.extend(lines if "://" in o.out else [])
-    write_whole(o.out, "metrics.jsonl", "".join(lines))
+    folder.write(o.out, "metrics.jsonl", "".join(lines))
     ran_on = {"ranks": world.size, "device": str(world.device), "torch": torch.__version__, "peak_flops": job.peak}
-    write_whole(o.out, "config.json", json.dumps({**without_secrets(o), **ran_on}, indent=1))
-
-
-def without_secrets(o: SimpleNamespace) -> dict[str, Any]:
-    """The flags, less what a URL may have before its host: user and password."""
-    return {k: without_password(v) if isinstance(v, str) else v for k, v in vars(o).items()}
-
-
-def without_password(text: str) -> str:
-    """The text, with what its URLs have before their host, user and password, left out."""
-    return re.sub(r"://[^/@\s]*@", "://", text)
-
-
-def metrics_until(out: str, step: int) -> list[str]:
-    """The lines of metrics.jsonl up to a step; what a crash cut off or garbled is no line."""
-    lines = []
-    with suppress(FileNotFoundError):
-        for line in io.StringIO(read_whole(out, "metrics.jsonl") if step else ""):
-            with suppress(ValueError, TypeError, KeyError):
-                lines += [line] if line.endswith("\n") and json.loads(line)["step"] <= step else []
-    return lines
-
-
-def read_whole(out: str, name: str) -> str:
-    """A text file of the out folder, which may be a URL."""
-    if "://" in out:
-        import ckpt
-
-        with ckpt.remote(out) as (fs, path):
-            return str(fs.cat_file(f"{path}/{name}").decode(errors="replace"))
-    with open(os.path.join(out, name), encoding="utf-8", errors="replace") as file:
-        return file.read()
-
-
-def write_whole(out: str, name: str, text: str) -> None:
-    """Write a file of the out folder so that at any moment the old one or the new one is there."""
-    import ckpt
-
-    if "://" in out:
-        with ckpt.remote(out) as (fs, path):
-            fs.pipe_file(f"{path}/{name}", text.encode())
-        return
-    with open(os.path.join(out, f".{name}"), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(os.path.join(out, f".{name}"), os.path.join(out, name))
-
-
-def append(out: str, name: str, line: str) -> None:
-    """Add a line to a file of the out folder, all of it or nothing."""
-    with open(os.path.join(out, name), "ab", buffering=0) as file:
-        end, raw = file.tell(), line.encode()
-        if file.write(raw) < len(raw):  # the disk has just become full
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    folder.write(o.out, "config.json", json.dumps({**folder.without_passwords(vars(o)), **ran_on}, indent=1))
 
 
 def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None, writing: Any) -> Any:
     """Copy the state, on every rank, and start to write it, once the write before has ended."""
     import ckpt
 
-    config = {name: value for name, value in without_secrets(o).items() if name not in OWN}
+    config = {name: value for name, value in folder.without_passwords(vars(o)).items() if name not in OWN}
     vocabulary = {"vocab": job.corpus.vocab, "kind": job.corpus.kind, "chars": job.corpus.chars}
     scaler = job.scaler.state_dict()
     small = {"step": step, "config": config, "vocabulary": vocabulary, "data": job.corpus.digest, "scaler": scaler}
@@ -974,34 +767,34 @@ def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, sums: tu
 
 def write_metrics(o: SimpleNamespace, job: Job, record: dict[str, Any]) -> None:
     """A line of metrics.jsonl, and of TensorBoard if asked; for a URL it is kept until the next save."""
-    finite = {k: v if math.isfinite(v) else None for k, v in record.items()}  # JSON has no NaN
-    line = json.dumps(finite) + "\n"
     if job.board:
-        from extras.board import write
+        from extras import board
 
-        with metrics_aside():
-            write(job.board, record)
+        with aside("metrics"):
+            board.write(job.board, record)
     if "://" in o.out:
-        job.lines.append(line)
+        job.lines.append(folder.line(record))
         return
-    with metrics_aside():
-        append(o.out, "metrics.jsonl", line)
+    with aside("metrics"):
+        folder.append(o.out, "metrics.jsonl", folder.line(record))
 
 
 def upload_metrics(out: str, lines: list[str]) -> None:
     """All lines of metrics to a URL, which cannot append."""
     if lines:
-        with metrics_aside():
-            write_whole(out, "metrics.jsonl", "".join(lines))
+        with aside("metrics"):
+            folder.write(out, "metrics.jsonl", "".join(lines))
 
 
 @contextmanager
-def metrics_aside() -> Iterator[None]:
-    """Metrics that cannot be written are no reason to end a training."""
+def aside(what: str) -> Iterator[None]:
+    """What cannot be written in here is no reason to end a training."""
     try:
         yield
+    except BrokenPipeError:  # whoever read the output has enough
+        raise
     except OSError as error:
-        warn_once(f"metrics not written: {said(error)}; training goes on")
+        warn_once(f"{what} not written: {said(error)}; training goes on")
 
 
 def warn(text: str) -> None:
@@ -1011,27 +804,16 @@ def warn(text: str) -> None:
 
 def tell(text: str) -> None:
     """On stderr, where the line of a training's progress may be."""
-    click.echo(progress.over(without_password(text), sys.stderr), err=True)
+    click.echo(progress.over(folder.without_password(text), sys.stderr), err=True)
 
 
 warn_once = functools.cache(warn)
 
 
-def said(error: Exception) -> str:
-    """An error's message, without the system's number for it."""
-    if not isinstance(error, OSError) or not error.strerror:
-        return f"{error}"
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-
-
 def say(text: str, nl: bool = True) -> None:
     """Print; training does not end because its log is on a full disk."""
-    try:
+    with aside("output"):
         click.echo(text, nl=nl)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        warn_once(f"output not written: {said(error)}; training goes on")
 
 
 def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
@@ -1039,7 +821,7 @@ def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
     if world.rank == 0:
         limit = f"--steps {o.steps}" if o.steps and job.total == o.steps else f"--epochs {o.epochs}"
         click.echo(
-            f"The run in {without_password(o.out)} is finished: {job.start} steps, {limit}. "
+            f"The run in {folder.without_password(o.out)} is finished: {job.start} steps, {limit}. "
             f"To go on give a higher {limit.split()[0]}; to start over, --fresh."
         )
     return DONE
@@ -1054,7 +836,7 @@ def say_end(o: SimpleNamespace, job: Job, live: Live, stopped: bool) -> None:
         click.echo(f"Stopped as asked, after step {live.step} of {job.total}; the same command goes on from there.")
     else:
         text = f"validation loss {live.val_loss:.4f}" if live.val_loss is not None else "no validation"
-        out = without_password(o.out)
+        out = folder.without_password(o.out)
         click.echo(f"Done: {live.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {out}.")
 
 
@@ -1073,26 +855,20 @@ def say_sample(job: Job, weights: dict[str, Any], device: Any, count: int = 400)
 
 def stream(model: Any, vocabulary: Any, prompt: Any, count: int, **how: Any) -> None:
     """Print `count` sampled tokens as they come, each character once it is whole."""
+    import chardata
     import gpt
 
-    for text in decoded(prompt.tolist(), islice(gpt.sample(model, prompt, **how), count), vocabulary):
-        click.echo(text, nl=False)
-    click.echo()
-
-
-def decoded(prompt: list[int], ids: Iterable[int], vocabulary: Any) -> Iterator[str]:
-    """The text of `ids` as they come after `prompt`."""
-    import chardata
-
+    ids = islice(gpt.sample(model, prompt, **how), count)
     if vocabulary.kind == "tokenizer":
         from extras import tokenizer
 
-        yield from tokenizer.decoded(prompt, ids, vocabulary.chars)
-        return
-    text = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in ids:
-        yield text.decode(chardata.decode([token], vocabulary.kind, vocabulary.chars))
-    yield text.decode(b"", final=True)
+        texts = tokenizer.decoded(prompt.tolist(), ids, vocabulary.chars)
+    else:
+        parts = (chardata.decode([token], vocabulary.kind, vocabulary.chars) for token in ids)
+        texts = codecs.iterdecode(parts, "utf-8", "replace")  # one token may be half a character
+    for text in texts:
+        click.echo(text, nl=False)
+    click.echo()
 
 
 def encode(text: str, vocabulary: Any) -> Any:
@@ -1148,23 +924,18 @@ device_option = click.option("--device", default="auto", metavar="auto|cpu|cuda|
     "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Among the likeliest that make up P."
 )
 @click.option("--seed", type=_seed, help="To get the same again.  [default: another each time]")
-@click.pass_context
-def sample_command(ctx: click.Context, /, **options: Any) -> None:
+def sample(**options: Any) -> None:
     """Print what the newest checkpoint goes on with.
 
     \b
       python run.py sample --prompt "The " --tokens 200
     """
-    check_numbers(options)
-    ctx.exit(sample(SimpleNamespace(**options)))
-
-
-def sample(o: SimpleNamespace) -> int:
-    """The sub-command's work; -> the exit code."""
+    flags.check_numbers(sample, options)
     import torch
 
     import ddp_setup
 
+    o = SimpleNamespace(**options)
     with users_mistakes(), ddp_setup.process_group(o.device) as world:
         model, vocabulary, _ = load(o.out, world.device)
         any_text = vocabulary.kind in ("byte", "tokenizer")
@@ -1179,25 +950,18 @@ def sample(o: SimpleNamespace) -> int:
     click.echo(prompt, nl=False)
     how = {"temperature": o.temperature, "top_k": o.top_k, "top_p": o.top_p, "generator": generator}
     stream(model, vocabulary, torch.from_numpy(ids.astype("int64")), o.tokens, **how)
-    return DONE
 
 
 @cli.command("eval")
 @out_option
 @device_option
 @click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL.  [default: what validated the training]")
-@click.pass_context
-def eval_command(ctx: click.Context, /, **options: Any) -> None:
+def evaluate(out: str, device: str, data: str | None) -> None:
     """Print the newest checkpoint's exact loss: every token of a text predicted once.
 
     \b
       python run.py eval --data other.txt
     """
-    ctx.exit(evaluate(SimpleNamespace(**options)))
-
-
-def evaluate(o: SimpleNamespace) -> int:
-    """The sub-command's work, on as many ranks as it is started on; -> the exit code."""
     import chardata
     import ddp_setup
     import gpt
@@ -1205,15 +969,15 @@ def evaluate(o: SimpleNamespace) -> int:
 
     with ExitStack() as stack:
         with users_mistakes():
-            world = stack.enter_context(ddp_setup.process_group(o.device))
-            model, vocabulary, trained = load(o.out, world.device)
+            world = stack.enter_context(ddp_setup.process_group(device))
+            model, vocabulary, trained = load(out, world.device)
             vocab = vocabulary.vocab if vocabulary.kind in ("ids", "tokenizer") else None
-            corpus = tokenized(o.data or trained.data, vocabulary.kind, vocabulary.chars, vocab)
+            corpus = tokenized(data or trained.data, vocabulary.kind, vocabulary.chars, vocab)
             if corpus.kind != vocabulary.kind:
-                raise ValueError(f"--data {o.data}: is {corpus.kind}; the model in {o.out} knows {vocabulary.kind}")
-            shards = corpus.shards if o.data else chardata.split(corpus.shards, trained.val_fraction)[1]
+                raise ValueError(f"--data {data}: is {corpus.kind}; the model in {out} knows {vocabulary.kind}")
+            shards = corpus.shards if data else chardata.split(corpus.shards, trained.val_fraction)[1]
             if chardata.length(shards) < 2:
-                raise ValueError(f"{o.data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
+                raise ValueError(f"{data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
         share = {"rank": world.rank, "world_size": world.size, "vocab": vocabulary.vocab}
         windows = chardata.every_window(shards, trained.block_size, 16, **share)
         collect_again()
@@ -1231,7 +995,6 @@ def evaluate(o: SimpleNamespace) -> int:
         click.echo(
             f"loss {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}{per_character}, over {count:,.0f} tokens"
         )
-    return DONE
 
 
 @cli.command("info")
@@ -1254,9 +1017,9 @@ def info(out: str) -> None:
         state, verdicts = describe.newest(ckpt.entries(out), verified)
         config = ""
         with suppress(OSError):
-            config = read_whole(out, "config.json")
+            config = folder.read(out, "config.json")
         if state:
-            click.echo(describe.describe(state, metrics_until(out, state["step"]), config))
+            click.echo(describe.describe(state, folder.metrics(out, state["step"]), config))
         click.echo("".join(f"{line}\n" for line in verdicts), nl=False)
         if not state:
             raise ValueError(f"{out}: there is no checkpoint that can be used")
@@ -1274,7 +1037,7 @@ def plot(outs: tuple[str, ...], output: str) -> None:
     from extras import plot
 
     with users_mistakes():
-        runs = [plot.parse(out, *(read_whole(out, name) for name in ("metrics.jsonl", "config.json"))) for out in outs]
+        runs = [plot.parse(out, *(folder.read(out, name) for name in ("metrics.jsonl", "config.json"))) for out in outs]
         plot.draw(runs, output)
 
 
@@ -1311,7 +1074,7 @@ def export(out: str, format: str, output: str) -> None:
 
 def command_line() -> int:
     """-> the exit code of what the command line asks for."""
-    check_environment()
+    flags.check_environment(cli, PREFIX)
     return cli.main(standalone_mode=False) or DONE
 
 

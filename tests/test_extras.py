@@ -109,6 +109,43 @@ USES = {
         assert sharded.damage(path, 0, 1) == "" and sharded.load(path)["step"] == 4
         assert torch.equal(sharded.load(path)["model"]["weight"], model.weight)
     """,
+    "machine": """
+        import torch
+        cpu = torch.device("cpu")
+        assert machine.memory(cpu) > 1e8 and machine.matmul_rate(cpu, torch.float32) > 1e6
+        assert machine.arithmetic("float16", cpu) == "float16" and not machine.compiling(None, cpu, flops=1.0)
+    """,
+    "folder": """
+        import sys
+        for where in (".", "memory://out"):
+            folder.write(where, "metrics.jsonl", folder.line({"step": 1, "loss": float("nan")}) + '{"step": 2')
+            assert folder.metrics(where, 9) == ['{"step": 1, "loss": null}\\n'], where
+        folder.append(".", "metrics.jsonl", "}\\n")
+        assert len(folder.metrics(".", 9)) == 2 and len(folder.metrics(".", 1)) == 1
+        try:
+            folder.read("nothing://out", "metrics.jsonl")
+        except ValueError as error:
+            assert "nothing" in str(error)
+        assert "torch" not in sys.modules
+    """,
+    "flags": """
+        import click
+        options = {"Model": [click.option("--rows", type=int)], "Other": [click.option("--config", callback=flags.from_toml, is_eager=True)]}
+        main = click.command()(flags.all_of(options)(lambda rows, config: rows))
+        flags.in_groups(main, options)
+        open("a.toml", "w").write("rows = 3\\n")
+        assert main.main(["--config", "a.toml"], standalone_mode=False) == 3
+        assert "Other:" in main.get_help(click.Context(main)).split("--rows")[1]
+    """,
+    "mistakes": """
+        import click
+        try:
+            with mistakes.users_mistakes(), mistakes.about("--data"):
+                open("none")
+        except click.ClickException as error:
+            assert (error.format_message(), error.exit_code) == ("--data: none: No such file or directory", 2)
+        assert mistakes.out_of_memory(MemoryError()) == "MemoryError" and not mistakes.out_of_memory(OSError("full"))
+    """,
     "exchange": """
         import torch
         weights = {"embedding.weight": torch.ones(5, 4), "blocks.0.qkv.weight": torch.ones(12, 4)}

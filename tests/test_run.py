@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +28,8 @@ from conftest import (
 )  # fmt: skip
 
 import gpt
-from run import compiling, without_secrets
+from extras.folder import without_passwords
+from extras.machine import compiling
 
 LAUNCHES = {
     "in parts": (["--accum", 64], PYTHON),  # more than there are rows
@@ -411,5 +411,5 @@ def test_files_are_made_with_the_users_umask(text, tmp_path):
 
 
 def test_what_is_kept_of_a_url_has_no_password():
-    kept = without_secrets(SimpleNamespace(data="ftp://me:secret@host/a@b.txt", out="s3://bucket/run@2", steps=None))
+    kept = without_passwords({"data": "ftp://me:secret@host/a@b.txt", "out": "s3://bucket/run@2", "steps": None})
     assert kept == {"data": "ftp://host/a@b.txt", "out": "s3://bucket/run@2", "steps": None}
