@@ -167,7 +167,7 @@ def main(command: Callable[..., int], *args: Any) -> None:
     except SystemExit as error:  # of a rank that has nothing to say
         code = error.code if isinstance(error.code, int) else FAILED
     except click.ClickException as error:
-        tell(f"Error: {error.format_message()}")
+        tell("Error: " + " ".join(error.format_message().split()))  # click's own have several lines
         code = error.exit_code
     except BrokenPipeError:  # whoever read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@
     in_groups(main, OPTIONS)
     check_environment(main, "MY")
 
-What is wrong is a click.UsageError of one line. Needs click, and tomli before Python 3.11.
+What is wrong is a click.UsageError. Needs click, and tomli before Python 3.11.
 """
 
 import math
@@ -62,11 +62,12 @@ def from_toml(ctx: click.Context, param: click.Parameter, path: str | None) -> N
         with open(path, "rb") as file:
             config = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise _mistake(f"--{param.name} {path}: {error.strerror if isinstance(error, OSError) else error}") from None
+        what = error.strerror if isinstance(error, OSError) else error
+        raise click.UsageError(f"--{param.name} {path}: {what}") from None
     known = {other.name for other in ctx.command.params} - {param.name, "version"}
     for key in config:
         if key not in known:
-            raise _mistake(f"--{param.name} {path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
+            raise click.UsageError(f"--{param.name} {path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
     ctx.default_map = config
 
 
@@ -77,7 +78,7 @@ def check_environment(group: click.Group, prefix: str) -> None:
         known |= {f"{prefix}_{name}_{param.name}".upper() for param in command.params}
     for name in os.environ:
         if name.startswith(f"{prefix}_") and name not in known:
-            raise _mistake(f"environment variable {name}: there is no such flag")
+            raise click.UsageError(f"environment variable {name}: there is no such flag")
 
 
 def check_numbers(command: click.Command, values: Mapping[str, Any]) -> None:
@@ -85,7 +86,7 @@ def check_numbers(command: click.Command, values: Mapping[str, Any]) -> None:
     ends = {param.name: getattr(param.type, "max", None) for param in command.params}
     for name, value in values.items():
         if isinstance(value, (int, float)) and not value < (1e12 if ends[name] is None else math.inf):
-            raise _mistake(f"--{name.replace('_', '-')} {value}: needs a number, and one below 1e12")
+            raise click.UsageError(f"--{name.replace('_', '-')} {value}: needs a number, and one below 1e12")
 
 
 def could_be_given(command: click.Command, values: Mapping[str, Any]) -> bool:
@@ -98,7 +99,3 @@ def could_be_given(command: click.Command, values: Mapping[str, Any]) -> bool:
         )
     except (KeyError, click.BadParameter):
         return False
-
-
-def _mistake(message: str) -> click.UsageError:
-    return click.UsageError(" ".join(message.split()))

@@ -19,11 +19,11 @@ def users_mistakes() -> Iterator[None]:
     try:
         yield
     except ImportError as error:  # fsspec's are "Install s3fs to access S3", "Please install gcsfs to ..."
-        raise _mistake(re.sub(r"^(Please i|I)nstall ", "pip install ", str(error))) from error
+        raise click.UsageError(re.sub(r"^(Please i|I)nstall ", "pip install ", str(error))) from error
     except ConnectionError:  # a rank was lost
         raise
     except (ValueError, OSError) as error:
-        raise _mistake(said(error)) from error
+        raise click.UsageError(said(error)) from error
 
 
 @contextmanager
@@ -47,8 +47,3 @@ def out_of_memory(error: Exception) -> str:
     text = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
     wanting = re.search("out of memory|allocate memory|Cannot allocate|failed to map|can't start new thread", text)
     return text if wanting or isinstance(error, MemoryError) else ""
-
-
-def _mistake(message: str) -> click.UsageError:
-    """click's error with exit code 2, of one line."""
-    return click.UsageError(" ".join(message.split()))

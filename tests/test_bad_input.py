@@ -108,6 +108,7 @@ CASES = {
     "no number in the environment": Case([], ["--clip", "'much'"], env={"DDPKIT_CLIP": "much"}),
     "unknown flag": Case(["--batchsize", 8], ["--batchsize", "--batch-size"]),
     "unknown sub-command": Case(["smaple"], ["smaple"]),
+    "export to nothing": Case([], ["--format", "hf, safetensors"], command="export"),
     "unknown variable": Case([], ["DDPKIT_BATCHSIZE"], env={"DDPKIT_BATCHSIZE": "8"}),
     "half a launcher": Case([], ["LOCAL_RANK"], env={"RANK": "0"}),
     "no such config file": Case(["--config", "no/such.toml"], ["no/such.toml"]),
