@@ -108,7 +108,6 @@ CASES = {
     "no number in the environment": Case([], ["--clip", "'much'"], env={"DDPKIT_CLIP": "much"}),
     "unknown flag": Case(["--batchsize", 8], ["--batchsize", "--batch-size"]),
     "unknown sub-command": Case(["smaple"], ["smaple"]),
-    "export to nothing": Case([], ["--format", "hf, safetensors"], command="export"),
     "unknown variable": Case([], ["DDPKIT_BATCHSIZE"], env={"DDPKIT_BATCHSIZE": "8"}),
     "half a launcher": Case([], ["LOCAL_RANK"], env={"RANK": "0"}),
     "no such config file": Case(["--config", "no/such.toml"], ["no/such.toml"]),
@@ -200,3 +199,9 @@ def test_code_in_a_checkpoint_would_have_run_if_it_were_unpickled(tmp_path):
     out = with_code(torch.save, Place(tmp_path, tmp_path, tmp_path))
     torch.load(checkpoints(out)[0], weights_only=False)
     assert (tmp_path / "the code has run").exists()
+
+
+def test_what_click_says_in_several_lines_is_one_too():
+    ran = run("export")
+    assert ran.err == "Error: Missing option '--format'. Choose from: hf, safetensors, nanogpt, checkpoint\n"
+    assert ran.code == 2 and ran.out == ""
