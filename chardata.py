@@ -425,14 +425,16 @@ def every_window(
 ) -> Iterator[Batch]:
     """This rank's batches of a pass over all tokens but the first, each predicted exactly once, in order.
 
-    The last window is as short as what is left. Ranks differ by at most one batch. `vocab` is as in steps().
+    A batch has at most `batch_size` windows, and as many fewer as make the ranks' shares equal, to a batch. The last
+    window is as short as what is left. `vocab` is as in steps().
     """
     n = length(shards)
     count, tail = divmod(n - 1, block_size)
     gather = _gatherer(shards, block_size + 1, vocab)
-    starts = range(0, count, batch_size)
+    rounds = max(1, -(-count // (batch_size * world_size)))
+    starts = range(0, count, max(1, -(-count // (rounds * world_size))))
     for first in starts[rank::world_size]:
-        index = np.arange(first, min(first + batch_size, count))
+        index = np.arange(first, min(first + starts.step, count))
         yield _batch(torch.from_numpy(gather(index * block_size)))
     if tail and rank == len(starts) % world_size:
         yield _batch(torch.from_numpy(_gatherer(shards, tail + 1, vocab)(np.array([n - 1 - tail]))))

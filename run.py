@@ -42,7 +42,8 @@ __version__ = "0.1.0"
 T = TypeVar("T")
 STARTED = time.perf_counter()
 PREFIX = "DDPKIT"
-DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 3  # exit codes
+DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is click's, of a user's mistake
+AT_ONCE = 8192  # tokens in an evaluation's batch: a CPU is fastest so, and --batch-size need not fit into one rank
 
 _count, _from_zero, _seed = click.IntRange(1), click.IntRange(0), click.IntRange(0, 2**63 - 1)
 _positive, _factor = click.FloatRange(0, min_open=True), click.FloatRange(0)
@@ -301,7 +302,7 @@ def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> t
             live = draw(job, world, step, report, seconds, live, "evaluating" if evaluating else None)
             paused = time.perf_counter()
             if evaluating:
-                windows = chardata.every_window(job.val, o.block_size, o.batch_size, **share)
+                windows = chardata.every_window(job.val, o.block_size, max(1, AT_ONCE // o.block_size), **share)
                 sums = loop.evaluate(job.model, reading(windows, job.corpus), gpt.loss, job.dtype, stop=asked)
                 stopped = sums is None
                 live = log_evaluation(o, job, world, step, sums, live) if sums else live
@@ -979,7 +980,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
             if chardata.length(shards) < 2:
                 raise ValueError(f"{data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
         share = {"rank": world.rank, "world_size": world.size, "vocab": vocabulary.vocab}
-        windows = chardata.every_window(shards, trained.block_size, 16, **share)
+        windows = chardata.every_window(shards, trained.block_size, max(1, AT_ONCE // trained.block_size), **share)
         collect_again()
         sums = loop.evaluate(model, reading(windows, corpus), gpt.loss)
         assert sums  # as nobody asks it to stop

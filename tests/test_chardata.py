@@ -4,6 +4,7 @@ import io
 import math
 import sys
 from collections import Counter
+from functools import partial
 from itertools import accumulate, islice
 
 import numpy as np
@@ -628,3 +629,13 @@ def test_the_digest_of_a_text_notices_other_characters(tmp_path):
 def test_a_number_that_is_no_id_is_a_value_error(text):
     with pytest.raises(ValueError, match=f"{text.split()[-1]} is not an id"):
         chardata.encode(text, "ids", "")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch_size", [4, 512])
+def test_an_evaluation_is_dealt_to_the_ranks_in_equal_shares_of_batches_that_are_not_too_large(world_size, batch_size):
+    share = partial(chardata.every_window, [np.zeros(62 * 16 + 1, np.uint8)], 16, batch_size, world_size=world_size)
+    rows = [[len(x) for x, _ in share(rank=rank)] for rank in range(world_size)]
+    assert sum(map(sum, rows)) == 62 and max(map(max, rows)) <= batch_size
+    assert max(map(sum, rows)) <= -(-62 // world_size) + max(map(len, rows))  # each batch is rounded up
+    assert max(map(len, rows)) == -(-62 // (batch_size * world_size)) <= min(map(len, rows)) + 1
