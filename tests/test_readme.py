@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import click
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, ahead
@@ -181,7 +182,7 @@ def test_the_variables_of_torch_exist():
 
 def test_the_exit_codes_are_those_of_the_program():
     codes = [cells[0] for cells in rows(README) if re.fullmatch(r"\d", cells[0])]
-    assert codes == [f"{code}" for code in (program.DONE, program.FAILED, program.USAGE, program.STOPPED)]
+    assert codes == [f"{code}" for code in (program.DONE, program.FAILED, click.UsageError.exit_code, program.STOPPED)]
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\((?!http)(.*?)\)", README))
