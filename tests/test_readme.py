@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import click
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, ahead
