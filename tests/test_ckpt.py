@@ -212,6 +212,7 @@ def test_weights_that_are_tied_stay_tied():
     model[1].weight = model[0].weight
     state = ckpt.snapshot(model, [])
     assert list(state["model"]) == ["0.weight", "1.weight"]
+    assert len({weight.data_ptr() for weight in state["model"].values()}) == 1  # one copy, also in the file
     with torch.no_grad():
         model[0].weight.zero_()
     ckpt.restore_(state, model, [])
