@@ -1,285 +1,231 @@
-"""Text or token files -> tokens -> the windows that one rank trains on at one step.
+"""Read text or token files, and compute the windows that each rank trains on at each step.
 
-Needs numpy and torch, and knows nothing of torch.distributed: who is asking is an argument.
+    corpus = read(list_files("data/*.txt"), "char")
+    train, val = split(corpus.tokens, 0.1)
+    plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
+    for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
+        for x, y in micro_batches:  # this rank's part of a global batch; both (B, 256) int64
+            (loss_sum(model, x, y) / count).backward()
+        ...                         # add up the gradients of all ranks, and make the step
+    verify_unchanged(corpus)        # at the start, before each save and at the end
 
-    corpus = read("shakespeare.txt", "char")
-    train, val = split(corpus.shards, 0.1)
-    for micro_batches, total in steps(train, 256, 16, rank=rank, world_size=world_size, start=step):
-        ...                                  # micro_batches: [(x (B, T), y (B, T)), ...] int64
+The words of this file:
 
-Tokens are a tuple of 1-D arrays, the shards, read as if they were one array end to end; files of bytes
-and of tokens are memory-mapped and never read as a whole. Which windows a step sees is a pure function of
-(seed, step), and which of those are mine of (rank, world_size) too: nothing to store, nothing to send.
+- *Tokens* are a sequence of one-dimensional arrays of unsigned integers, one array per data file.
+  All functions treat the arrays as one long array of n tokens. A window can begin in one file and
+  end in the next. Nothing is inserted between two files.
+- A *window* is `block_size` inputs (one row of x) and as many targets (the same row of y). The
+  target of an input is the token after it, so a window takes `block_size + 1` consecutive tokens.
+- A *global batch* is the windows that all ranks together use in one optimizer step: `batch_size`
+  windows, or fewer in the last step of an epoch.
+- An *epoch* is one pass over the windows, each exactly once, in an order that is new in each epoch.
+  Steps are counted from 0, and the count goes on from one epoch to the next.
+
+This file needs only numpy and torch. It uses no process group: rank and world size are arguments,
+and nothing is communicated. The global batch of a step is a pure function of the plan and the step
+number. To resume a run, only the number of the next step is needed.
 """
 
-import fcntl
+import codecs
 import glob
 import hashlib
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from pydoc_data.topics import topics  # the help texts of Python
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-T = TypeVar("T")
-Shards = Sequence[np.ndarray]  # each (n_i,), unsigned integers
-Batch = tuple[torch.Tensor, torch.Tensor]  # x (B, T) int64 and y (B, T) int64, y one token later than x
-LOOKED_THROUGH = 1 << 30  # bytes of token files that are read to find the highest id: what a start can wait for
-LLM_C = (20240520, 1)  # magic and version of llm.c's .bin header; as uint16 it begins with 55432, no GPT-2 id
+Tokens = Sequence[np.ndarray]  # each (n_i,), of any unsigned integer type
+Stamp = tuple[str, int, int]  # name, size in bytes, last change in nanoseconds since 1970
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs x and targets y, both (B, T) int64
+MIB = 1 << 20
 
 
 class Corpus(NamedTuple):
-    """Tokens and what it takes to read them."""
+    """The data as tokens, with everything that is needed to turn token ids into text."""
 
-    shards: tuple[np.ndarray, ...]  # memory-mapped where the file allows
-    vocab: int  # every id is to be below this; of token files that is checked as they are read, see steps()
-    kind: str  # "char", "byte", "text" or "ids", or what a tokenizer of the caller's made of "text"
-    chars: str  # kind "char": id i stands for chars[i]; of a tokenizer what it is; otherwise ""
-    digest: str  # of the length and the content, see digest()
-    stamps: tuple[tuple[str, int, int], ...]  # of each mapped file: name, bytes, last change (ns since 1970)
-
-
-# ------------------------------------------------------------------------------------------------ reading
+    tokens: tuple[np.ndarray, ...]  # one array per file that is not empty
+    vocab: int  # number of ids. For token files, read() does not check that all ids are below it
+    kind: str  # "char", "byte" or "ids" (ids from a token file, whose text is not known)
+    chars: str  # kind "char": id i is the character chars[i]. Other kinds: ""
+    digest: str  # digest(tokens, chars)
+    stamps: tuple[Stamp, ...]  # of each memory-mapped file, for verify_unchanged()
 
 
-def read(data: str | None, kind: str, chars: str = "", vocab: int | None = None) -> Corpus:
-    """Map `data` (a path, a glob, an fsspec URL; None: a text that every Python carries) as tokens.
+class BatchPlan(NamedTuple):
+    """Which windows of which tokens make up each global batch.
 
-    kind "char" has one id for each character, of `chars` if given, else of those that occur, in code point
-    order; kind "byte" is the files as they are, and so is "text", to be encoded by the caller. `.bin` (uint16, with
-    llm.c's header or without) and `.npy` files hold ids already and are taken so under any kind. Their `vocab` is what
-    is given: then nothing is read but what the digest takes, however large they are. Without it all is looked through
-    for the highest id, up to 1 GiB.
-
-    A file without tokens adds none; all of them without is an error. Raises ValueError or OSError with the file's
-    name if they are not what they should be.
+    All ranks must have equal plans. A run that resumes must have the plan with which it began,
+    because a step number means other windows under another plan.
     """
-    names = [] if data is None else local_files(data)
-    stamps = tuple(_stamp(name) for name in names)
-    loaded = [_map(name) for name in names]
-    if data is None:
-        names, loaded = ["the default text"], [np.frombuffer(default_text().encode(), np.uint8)]
-    if not any(map(len, loaded)):
-        raise ValueError(f"{data if len(names) > 1 else names[0]}: is empty")
-    names, loaded = zip(*((name, shard) for name, shard in zip(names, loaded) if len(shard)))
-    if any(map(_holds_ids, names)):
-        if not all(map(_holds_ids, names)):
-            raise ValueError(f"{data}: token files (.bin, .npy) and text in one data set; use one of them")
-        vocab, told = vocab or _vocabulary(f"{data}", loaded), digest(loaded)
-        return Corpus(_at_random(loaded), vocab, "ids", "", told, stamps)
-    if vocab and kind != "text":
-        raise ValueError(
-            f"{data or names[0]}: is text, and a vocab, here {vocab}, is for token files (.bin, .npy) alone"
-        )
-    if kind in ("byte", "text"):
-        told = digest(loaded)
-        return Corpus(_at_random(loaded) if kind == "byte" else tuple(loaded), 256, kind, "", told, stamps)
-    texts = [_decode(name, raw) for name, raw in zip(names, loaded)]
-    chars = chars or characters(texts)
-    shards = []
-    for name, text in zip(names, texts):
-        try:
-            shards.append(encode(text, "char", chars))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return Corpus(tuple(shards), len(chars), "char", chars, digest(shards, chars), ())
+
+    tokens: Tokens
+    block_size: int  # inputs per window; the T of the shapes (B, T)
+    batch_size: int  # windows per global batch, that is over all ranks and micro-batches
+    seed: int = 0  # selects the order of the windows
+    vocab: int | None = None  # if given, steps and every_window check that ids are below it
 
 
-def _at_random(shards: Shards) -> tuple[np.ndarray, ...]:
-    """The same; windows are drawn from anywhere, so that what lies behind one is not worth reading with it."""
-    for shard in shards:
-        if isinstance(shard.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
-            shard.base.madvise(mmap.MADV_RANDOM)
-    return tuple(shards)
+# ------------------------------------------------------------------------------------------- files
 
 
-def _holds_ids(name: str) -> bool:
-    return name.endswith((".bin", ".npy"))
+def list_files(data: str) -> list[str]:
+    """Return the names of the files that a path or a glob pattern means, sorted.
 
-
-def _vocabulary(data: str, shards: Shards) -> int:
-    """How many ids there are, by the highest; a multiple of 64, as a round number of rows multiplies faster."""
-    size = sum(shard.nbytes for shard in shards)
-    if size > LOOKED_THROUGH:
-        raise ValueError(
-            f"{data}: {size / 2**30:.1f} GiB of tokens are not looked through for the highest id; "
-            "their vocab has to be given, a number above every id: 50304 for GPT-2's"
-        )
-    top = max(int(chunk.max()) for shard in shards for chunk in _chunks(shard))
-    return -(-(top + 1) // 64) * 64
-
-
-def default_text() -> str:
-    """About 465 KB of English that comes with Python: its own help pages, else its library's source."""
-    try:
-        from pydoc_data.topics import topics
-
-        return "\n".join(topics.values())
-    except ImportError:
-        sources = sorted(glob.glob(os.path.join(os.path.dirname(os.__file__), "*.py")))[:40]
-        return "\n".join(open(source, encoding="utf-8").read() for source in sources)
-
-
-def local_files(data: str) -> list[str]:
-    """The files that `data` names, sorted; those of a URL as copies in the user's cache."""
-    if "://" in data:
-        try:
-            names = _fetched(data)
-        except (FileNotFoundError, IsADirectoryError, ImportError, ValueError):
-            raise
-        except Exception as error:  # each file system's package has its own
-            raise OSError(f"{data}: {error}") from error
-    else:
-        names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
+    The pattern can contain "**" for folders at any depth. If a path with exactly this name exists,
+    it is not used as a pattern. Raises FileNotFoundError if there is no such file, and
+    IsADirectoryError if a name is a folder.
+    """
+    names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
-        raise FileNotFoundError(f"{data}: no such file, and no file matches it")
+        raise FileNotFoundError(f"{data}: no such file, and no file matches this pattern")
     for name in names:
         if os.path.isdir(name):
-            raise IsADirectoryError(f"{name}: is a folder; name its files, for example '{name}/*.txt'")
+            raise IsADirectoryError(f"{name}: is a folder; name its files, like '{name}/*.txt'")
     return names
 
 
-def _fetched(url: str) -> list[str]:
-    """Copies of the files that `url` names, made once for each version of each."""
-    from fsspec.core import url_to_fs  # comes with torch; only needed, and only imported, for a URL
+def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = None) -> Corpus:
+    """Read local files as tokens. With an empty list of files, read default_text().
 
-    fs, path = url_to_fs(url)
-    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ddpkit")
-    copies = []
-    for name in [path] if fs.exists(path) else sorted(fs.glob(path)):
-        if fs.isdir(name):
-            raise IsADirectoryError(f"{url}: is a folder; name its files, for example '{url}/*.txt'")
-        version = hashlib.sha256(f"{fs.unstrip_protocol(name)} {fs.ukey(name)}".encode()).hexdigest()[:32]
-        copies.append(_copy(fs, name, os.path.join(cache, version)))
-    return copies
+    Text files: with kind "char", each character becomes one id, and the ids are held in memory. The
+    vocabulary is `chars` if given (for example that of a saved model), else the characters that
+    occur, in code point order. With kind "byte", each byte is one id, and the file is
+    memory-mapped.
+
+    Token files: .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the
+    header of llm.c) contain ids. They are memory-mapped, and the result has kind "ids" whatever
+    `kind` is. The vocabulary size is `vocab` if given. Else the whole files are read once to find
+    the highest id, and the size is this id + 1, rounded up to a multiple of 64, because matrix
+    products of such sizes are faster.
+
+    A file without tokens is left out. Raises ValueError or OSError with the name of a file if all
+    files are empty, if text and token files are mixed, if `vocab` is given for text, if a file is
+    damaged or is not UTF-8 text, or if a text has a character that is not in `chars`.
+    """
+    stamps, names = tuple(map(_stamp, files)), files or ["the default text"]
+    arrays = [_map_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
+    tokens = tuple(filter(len, arrays))
+    if not tokens:
+        raise ValueError(f"{names[0]}: is empty (number of data files: {len(names)})")
+    holds_ids = {name.endswith((".bin", ".npy")) for name in names}
+    if len(holds_ids) > 1:
+        raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
+    if True in holds_ids:
+        kind, vocab = "ids", vocab or 64 * (max(int(array.max()) for array in tokens) // 64 + 1)
+    elif vocab:
+        raise ValueError(f"{names[0]}: is text; a vocabulary size ({vocab}) is for token files")
+    elif kind == "char":
+        return _read_characters(names, arrays, chars)
+    corpus = Corpus(tokens, vocab or 256, kind, "", digest(tokens), stamps)
+    for array in tokens:
+        # Windows are read from random places, so reading ahead in the file would be wasted.
+        if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):  # not on Windows
+            array.base.madvise(mmap.MADV_RANDOM)
+    return corpus
 
 
-def _copy(fs: Any, name: str, folder: str) -> str:
-    """The copy of a remote file in `folder`, whole or not there. Who asks first makes it, and the others wait."""
-    copy = os.path.join(folder, os.path.basename(name))
-    part = f"{copy}.part"
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".lock"), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process: one that died is waited for by nobody
-        except OSError as error:
-            hint = f"{error.strerror}; XDG_CACHE_HOME can name a disk that has file locks"
-            raise OSError(error.errno, hint, folder) from error
-        if not os.path.exists(copy):
-            fs.get_file(name, part)  # over what one that died has left
-            there, size = os.path.getsize(part), fs.size(name)
-            if size not in (there, None):
-                raise OSError(f"{fs.unstrip_protocol(name)}: only {there} of {size} bytes came")
-            with open(part, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(part, copy)
-    return copy
+def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> Corpus:
+    texts, tokens = [], []
+    try:
+        for name, array in zip(names, raw):
+            texts.append(array.tobytes().decode())
+        chars = chars or characters(texts)
+        for name, text in zip(names, texts):
+            if text:
+                tokens.append(encode(text, "char", chars))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error} (kind 'byte' can read any file)") from None
+    return Corpus(tuple(tokens), len(chars), "char", chars, digest(tokens, chars), ())
 
 
-def _map(name: str) -> np.ndarray:
-    """One file, memory-mapped: (n,) of its own unsigned integers for .npy, uint16 for .bin, else uint8."""
-    size = os.path.getsize(name)
+def _map_file(name: str) -> np.ndarray:
+    """Map a file into memory: (n,) of its own type for .npy, uint16 for .bin, otherwise uint8."""
+    size, dtype, start = os.path.getsize(name), "u1", 0
     if name.endswith(".npy"):
         try:
-            array = np.lib.format.open_memmap(name, mode="r")
-        except Exception as error:  # whatever a file can make numpy raise
-            raise ValueError(f"{name}: not a .npy file of numbers: {error}") from None
-        if array.ndim != 1 or array.dtype.kind != "u":
-            raise ValueError(f"{name}: shape {array.shape} of {array.dtype}; needs (n,) of unsigned integers")
-        if size != array.offset + array.nbytes:
-            raise ValueError(f"{name}: {size} bytes; its header tells of {array.offset + array.nbytes}")
+            array: np.ndarray = np.load(name, "r")
+            if array.ndim != 1 or array.dtype.kind != "u":
+                raise ValueError(f"{array.shape} {array.dtype}")
+        except Exception as error:  # a damaged file can make numpy raise almost any exception
+            raise ValueError(f"{name}: not a 1-d .npy of unsigned integers: {error}") from None
         return array
-    offset = _header(name, size) if name.endswith(".bin") else 0
-    if name.endswith(".bin") and size % 2:
-        raise ValueError(f"{name}: {size} bytes; a .bin of uint16 tokens has an even number")
-    dtype = np.uint16 if name.endswith(".bin") else np.uint8
-    return np.memmap(name, dtype, mode="r", offset=offset) if size > offset else np.empty(0, dtype)
+    if name.endswith(".bin"):
+        dtype = "u2"
+        magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
+        # llm.c's header is 256 int32: this number, the version, the number of tokens, then zeros.
+        # Without a header, the first uint16 would be 55432, which is not an id of GPT-2.
+        if magic == 20240520:
+            start = 1024
+        else:
+            version, count = 1, size // 2
+        if version != 1 or size != start + 2 * count:
+            raise ValueError(
+                f"{name}: {size} bytes, header version {version}; must be "
+                f"{start + 2 * count} bytes for {count} uint16 tokens, header version 1"
+            )
+    return np.memmap(name, dtype, "r", start) if size > start else np.empty(0, dtype)
 
 
-def _header(name: str, size: int) -> int:
-    """How many bytes of a .bin come before its tokens: llm.c begins one with 256 int32, the third how many follow."""
-    head = np.fromfile(name, np.int32, 3)
-    if len(head) < 3 or head[0] != LLM_C[0]:
-        return 0
-    if head[1] != LLM_C[1]:
-        raise ValueError(f"{name}: has llm.c's header of version {head[1]}; needs version {LLM_C[1]}, of uint16 tokens")
-    if size != 1024 + 2 * int(head[2]):
-        raise ValueError(f"{name}: {size} bytes; its header tells of {1024 + 2 * int(head[2])}")
-    return 1024
-
-
-def _stamp(name: str) -> tuple[str, int, int]:
+def _stamp(name: str) -> Stamp:
     status = os.stat(name)
     return name, status.st_size, status.st_mtime_ns
 
 
-def unchanged(batches: Iterable[T], corpus: Corpus) -> Iterator[T]:
-    """The same batches. OSError names a mapped file that was written to, cut, replaced or deleted meanwhile.
+def verify_unchanged(corpus: Corpus) -> None:
+    """Raise OSError with the name of a memory-mapped file that changed or is gone since read().
 
-    What a map shows then is anybody's guess, and reading past the new end of a file that was cut kills the process
-    (SIGBUS): so each file is looked at, for a microsecond, just before a batch is read. A file that is cut while it
-    is being read, and not before, still has that effect; reads through the kernel would not, at a tenth of the rate.
+    If a mapped file changes, so do the tokens that training reads, so all that was trained since
+    the last call is in doubt. Call this at the start, before each save and at the end. A call takes
+    about a microsecond per file, and communicates nothing: each rank checks only what it sees
+    itself.
+
+    This function cannot help if a file becomes shorter while it is in use: the operating system
+    then kills a process that reads beyond the new end (SIGBUS).
     """
-    _look_at(corpus.stamps)
-    for batch in batches:
-        yield batch
-        _look_at(corpus.stamps)
+    for stamp in corpus.stamps:
+        if _stamp(stamp[0]) != stamp:
+            raise OSError(f"{stamp[0]}: was changed after training began to read it")
 
 
-def _look_at(stamps: Iterable[tuple[str, int, int]]) -> None:
-    for stamp in stamps:
-        try:
-            same = _stamp(stamp[0]) == stamp
-        except FileNotFoundError:
-            same = False
-        if not same:
-            raise OSError(f"{stamp[0]}: changed, or is gone, while it was being trained on")
+def default_text() -> str:
+    """Return the help texts of Python, about 465 KB of English. They depend on Python's version."""
+    return "\n".join(topics.values())
 
 
-def _chunks(shard: np.ndarray, size: int = 1 << 22) -> Iterator[np.ndarray]:
-    return (shard[i : i + size] for i in range(0, len(shard), size))
+def digest(tokens: Tokens, chars: str = "") -> str:
+    """Return a hash, as 32 hex digits, that tells whether data are still the same.
 
-
-def _decode(name: str, raw: np.ndarray) -> str:
-    try:
-        return raw.tobytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise UnicodeError(
-            f"{name}: not UTF-8 text (byte 0x{byte:02x} at {error.start}); read it as bytes instead"
-        ) from None
-
-
-def digest(shards: Shards, chars: str = "") -> str:
-    """A fingerprint of the vocabulary and the tokens: all lengths, and the content up to 16 MiB a shard.
-
-    Of a larger shard 16 MiB are read, in 16 stretches spread evenly from its first byte to its last, so
-    that mapping a terabyte stays instant; of many that are more than 256 MiB together, less of each.
+    The hash depends on `chars`, on the type and the length of each array, and on the content. Of an
+    array of more than 16 MiB, only 16 blocks of 1 MiB are read, evenly spaced from the first byte
+    to the last, so that large files take little time. A change between these blocks is not noticed.
+    If all arrays together have more than 256 MiB, a block has 16 MiB / len(tokens) instead, but not
+    less than 4 KiB and not more than 1 MiB.
     """
-    block, count = 1 << 20, 16
-    if sum(shard.nbytes for shard in shards) > 1 << 28:
-        block = min(block, max(1 << 12, (1 << 24) // len(shards)))
+    block = MIB
+    if sum(array.nbytes for array in tokens) > 256 * MIB:
+        block = min(MIB, max(4096, 16 * MIB // len(tokens)))
     hashed = hashlib.blake2b(chars.encode(), digest_size=16)
-    for shard in shards:
-        raw = shard.view(np.uint8)
-        hashed.update(f"{shard.dtype} {len(shard)}\n".encode())
-        if len(raw) <= block * count:
-            hashed.update(raw.data)
-        else:
-            for start in np.linspace(0, len(raw) - block, count).astype(np.int64):
-                hashed.update(raw[start : start + block].data)
+    for array in tokens:
+        hashed.update(f"{array.dtype} {len(array)}\n".encode())
+        raw = array.view(np.uint8)
+        starts = np.linspace(0, raw.size - block, 16).astype(np.int64)
+        pieces = [raw[i : i + block] for i in starts] if raw.size > 16 * block else [raw]
+        hashed.update(np.concatenate(pieces).data)
     return hashed.hexdigest()
 
 
-# --------------------------------------------------------------------------------------------- vocabulary
+# -------------------------------------------------------------------------------------- vocabulary
 
 
 def characters(texts: Sequence[str]) -> str:
-    """The characters that occur in `texts`, in code point order."""
+    """Return the characters that occur in `texts`, in code point order, each one once."""
     seen = np.zeros(0x110000, bool)
     for text in texts:
         for codes in _code_points(text):
@@ -287,238 +233,265 @@ def characters(texts: Sequence[str]) -> str:
     return "".join(map(chr, np.flatnonzero(seen)))
 
 
-def _code_points(text: str, size: int = 1 << 22) -> Iterator[np.ndarray]:
-    for i in range(0, len(text), size):
-        yield np.frombuffer(text[i : i + size].encode("utf-32-le"), np.uint32)
+def _code_points(text: str) -> Iterator[np.ndarray]:
+    for start in range(0, len(text) + 1, MIB):
+        yield np.frombuffer(text[start : start + MIB].encode("utf-32-le"), np.uint32)
 
 
 def encode(text: str, kind: str, chars: str) -> np.ndarray:
-    """text -> (n,) ids in the smallest unsigned type; of kind "ids" the text is numbers.
+    """Return the token ids of a text, an array (n,).
 
-    ValueError names a character that is not in `chars`, or what is not a number.
+    Kind "byte": the UTF-8 bytes, as uint8. Kind "char": the index of each character in `chars`, in
+    the smallest unsigned type that fits. Kind "ids": the text is whole numbers with spaces between
+    them, as uint32. Raises ValueError that names a character that is not in `chars`, or a number
+    that is not an id.
     """
     if kind == "byte":
         return np.frombuffer(text.encode(), np.uint8)
     if kind == "ids":
-        numbers = [int(number) for number in text.split()]
+        numbers = list(map(int, text.split()))
         if wrong := [number for number in numbers if not 0 <= number < 1 << 32]:
-            raise ValueError(f"{wrong[0]} is not an id; ids are whole numbers from 0 to {(1 << 32) - 1}")
+            raise ValueError(f"{wrong[0]} is not a token id; ids are from 0 to {(1 << 32) - 1}")
         return np.array(numbers, np.uint32)
-    known, table = np.zeros(0x110000, bool), np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
-    points = [ord(c) for c in chars]
-    known[points], table[points] = True, np.arange(len(chars))
-    ids = np.empty(len(text), table.dtype)
-    start = 0
-    for codes in _code_points(text):
-        if not known[codes].all():
-            at = start + int(known[codes].argmin())
-            raise ValueError(f"character {text[at]!r} at {at} is not among the {len(chars)} of the vocabulary")
-        ids[start : start + len(codes)] = table[codes]
-        start += len(codes)
-    return ids
+    if unknown := set(characters([text])) - set(chars):
+        at = min(map(text.index, unknown))
+        raise ValueError(f"character {text[at]!r} at {at} is not among the {len(chars)} in chars")
+    table = np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
+    table[list(map(ord, chars))] = range(len(chars))
+    return np.concatenate([table[codes] for codes in _code_points(text)])
 
 
-def decode(ids: Sequence[int], kind: str, chars: str) -> bytes:
-    """ids -> UTF-8. Bytes, because one id of kind "byte" can be part of a character. Bare ids are numbers."""
+def decode(ids: Iterable[int], kind: str, chars: str) -> Iterator[str]:
+    """Yield the text of token ids, each character when it is complete.
+
+    One id of kind "byte" can be only a part of a character. The text of kind "ids" is the numbers,
+    each with a space after it.
+    """
     if kind == "byte":
-        return bytes(ids)
-    text = "".join(chars[i] for i in ids) if kind == "char" else "".join(f"{i} " for i in ids)
-    return text.encode()
+        return codecs.iterdecode((bytes([i]) for i in ids), "utf-8", "replace")
+    return (chars[i] if kind == "char" else f"{i} " for i in ids)
 
 
-def count_characters(shards: Shards, kind: str) -> int:
-    """How many characters the tokens after the first begin; 0 for bare ids. In UTF-8 each byte but 10xxxxxx does."""
-    if kind == "byte":
-        begun = sum(int(((chunk & 0xC0) != 0x80).sum()) for shard in shards for chunk in _chunks(shard))
-        return begun - int((shards[0][0] & 0xC0) != 0x80)
-    return length(shards) - 1 if kind == "char" else 0
+# ----------------------------------------------------------------------------------------- windows
 
 
-# ---------------------------------------------------------------------------------------- windows, sharded
+def num_tokens(tokens: Tokens) -> int:
+    """Return the number of tokens in all arrays together."""
+    return sum(map(len, tokens))
 
 
-def split(shards: Shards, val_fraction: float) -> tuple[Shards, Shards]:
-    """(training, validation) by position: the last `val_fraction` of the tokens is for validation."""
-    ends = np.cumsum([len(shard) for shard in shards])
-    cut = int(ends[-1]) - round(int(ends[-1]) * val_fraction)
-    starts = ends - [len(shard) for shard in shards]
-    before = tuple(s[: max(0, cut - a)] for s, a in zip(shards, starts) if a < cut)
-    after = tuple(s[max(0, cut - a) :] for s, a, b in zip(shards, starts, ends) if b > cut)
-    return before, after
+def split(tokens: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
+    """Return (training tokens, validation tokens), without a copy.
+
+    Of n tokens, the last round(n * val_fraction) are for validation, and the others for training. A
+    part without tokens is an empty tuple.
+    """
+    n = num_tokens(tokens)
+    cut = n - round(n * val_fraction)
+    return _slice(tokens, 0, cut), _slice(tokens, cut, n)
 
 
-def length(shards: Shards) -> int:
-    """How many tokens there are in all."""
-    return sum(len(shard) for shard in shards)
+def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
+    """Return the tokens from position start to stop - 1, as views of the arrays that hold them."""
+    begins = accumulate(map(len, tokens), initial=0)
+    parts = [a[max(0, start - b) : max(0, stop - b)] for a, b in zip(tokens, begins)]
+    return tuple(filter(len, parts))
 
 
-def windows(n: int, block_size: int) -> int:
-    """How many windows of `block_size` an epoch over n tokens has. ValueError if there is not one.
+def num_windows(n: int, block_size: int) -> int:
+    """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    They lie end to end from an offset that every epoch draws anew (see steps), so that the model sees
-    each token at every position; the room for the offset is the one window that the count leaves out.
+    The windows lie end to end. The count leaves free the place of one window, so that each epoch
+    can begin at another position (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
-        raise ValueError(f"{n} tokens are too few for one window of {block_size} and the token after it")
-    return max(1, n // block_size - 1)
+        raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
+    return n // block_size - 1 or 1
 
 
-def steps_per_epoch(n: int, block_size: int, batch_size: int) -> int:
-    """How many steps an epoch has, the last one possibly short."""
-    return math.ceil(windows(n, block_size) / batch_size)
+def steps_per_epoch(plan: BatchPlan) -> int:
+    """Return the number of steps in an epoch. The last one can have fewer windows than the others.
+
+    Raises ValueError as num_windows does.
+    """
+    return math.ceil(num_windows(num_tokens(plan.tokens), plan.block_size) / plan.batch_size)
 
 
-def tokens_before(step: int, n: int, block_size: int, batch_size: int) -> int:
-    """How many tokens the steps before `step` train on, n being those of an epoch's text."""
-    epochs, steps_in = divmod(step, steps_per_epoch(n, block_size, batch_size))
-    count = windows(n, block_size)
-    return (epochs * count + steps_in * batch_size) * block_size
+def tokens_before(plan: BatchPlan, step: int) -> int:
+    """Return how many targets all ranks together train on in the steps before `step`."""
+    epochs, steps_in_epoch = divmod(step, steps_per_epoch(plan))
+    windows = epochs * num_windows(num_tokens(plan.tokens), plan.block_size)
+    return (windows + steps_in_epoch * plan.batch_size) * plan.block_size
 
 
 def steps(
-    shards: Shards,
-    block_size: int,
-    batch_size: int,
-    *,
-    accum: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
-    seed: int = 0,
-    start: int = 0,
-    vocab: int | None = None,
+    plan: BatchPlan, *, rank: int = 0, world_size: int = 1, accum: int = 1, start: int = 0
 ) -> Iterator[tuple[list[Batch], int]]:
-    """From step `start` on and without end: (this rank's micro-batches, tokens in the global batch).
+    """Yield (micro-batches of this rank, count) for step `start` and all later steps, without end.
 
-    A step's `batch_size` windows are dealt to the ranks, and a rank's to at most `accum` micro-batches, as
-    evenly as they go. A rank that gets none (an epoch's last step can have fewer windows than there are
-    ranks) is given some window with a total of 0: to be computed like any other and counted as nothing.
-    ValueError names an id that is not below `vocab`, if given, and its file.
+    Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. `count` is
+    the number of targets in the whole global batch, over all ranks: divide the sum of the losses by
+    it.
+
+    The ranks divide the windows of a global batch in order, as evenly as possible. A rank divides
+    its windows into min(accum, number of its windows) micro-batches, as evenly as possible. The
+    global batch does not depend on `rank`, `world_size`, `accum` or `start`, so a run can resume
+    with other values of these. Each rank calls this with its own `rank`; nothing is communicated.
+
+    If a global batch has fewer windows than there are ranks, some ranks have none. Such a rank gets
+    one micro-batch with one window of the epoch, and the count 0. The rank must run forward and
+    backward on this micro-batch too, because the other ranks wait for it in collective operations,
+    and must multiply the loss by 0.
+
+    The windows of one epoch, for n tokens and W = num_windows(n, T):
+
+    - Window i (0 <= i < W) has the tokens at positions offset + i * T to offset + (i + 1) * T. The
+      *offset* is a hash of (seed, epoch), modulo n - W * T. So the windows of each epoch begin at
+      other positions, and a token is not always at the same position in its window.
+    - Place k in the order of the epoch has window permute(k, W, key), where `key` is another hash
+      of (seed, epoch). Step s of the epoch takes the places from s * batch_size on.
+    - Exactly n - 1 - W * T tokens are in no window of the epoch: those before position `offset`,
+      and those after position offset + W * T. These are at most 2 * T - 2 tokens. Another epoch has
+      another offset, and leaves out others. The token at position offset is only an input, and the
+      token at offset + W * T is only a target. All tokens between these two are both, once.
+
+    Raises ValueError, at next() and not at the call, if n <= T, and if a token id is not below
+    plan.vocab. The windows of several steps are read at once, so such an id can be found some steps
+    before the step that would use it.
     """
-    n, count = length(shards), windows(length(shards), block_size)
-    per_epoch = math.ceil(count / batch_size)
-    slack = n - 1 - count * block_size
-    rows = max(1, batch_size // world_size)
-    # steps gathered at once: numpy's calls cost microseconds. Few at first, as the first step waits for all of them
-    ahead, most = 1, max(1, (1 << 18) // (rows * block_size))
-    gather = _gatherer(shards, block_size + 1, vocab)
+    tokens, block_size, batch_size, seed, vocab = plan
+    n = num_tokens(tokens)
+    count = num_windows(n, block_size)
+    size = block_size + 1
+    views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
+    # Calls of numpy are slow for few rows, so the windows of several steps are read at once.
+    ahead = MIB // 4 // block_size // (batch_size // world_size or 1) or 1
     while True:
-        epoch, first = divmod(start, per_epoch)
-        offset = _key(seed, epoch, "offset") % (slack + 1)
-        group = range(first, min(first + ahead, per_epoch))
-        sizes = [min(batch_size, count - s * batch_size) for s in group]
-        shares = [_share(size, rank, world_size) for size in sizes]
-        places = [np.arange(a, b) + s * batch_size for s, (a, b) in zip(group, shares)]
-        order = permute(np.concatenate(places), count, _key(seed, epoch, "order"))
-        tokens = torch.from_numpy(gather(offset + order * block_size))  # (rows of all the group, T + 1)
-        for size, mine in zip(sizes, tokens.split([b - a for a, b in shares])):
-            if len(mine):
-                parts = min(accum, len(mine))
-                cuts = [_share(len(mine), i, parts) for i in range(parts)]
-                yield [_batch(mine[a:b]) for a, b in cuts], size * block_size
-            else:
-                yield [_batch(torch.from_numpy(gather(np.array([offset]))))], 0
-        start, ahead = start + len(group), min(2 * ahead, most)
+        epoch, first = divmod(start, steps_per_epoch(plan))
+        # All steps of a group have equally many windows. The last step of an epoch can have fewer.
+        group = first + np.arange(min(ahead, count // batch_size - first) or 1)[:, None]
+        windows = min(batch_size, count - first * batch_size)
+        mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
+        order = permute(group * batch_size + mine, count, _key(seed, epoch, "order"))
+        if not mine.size:
+            order, windows = np.zeros_like(group), 0
+        offset = _key(seed, epoch, "offset") % (n - count * block_size)
+        starts = offset + order * block_size
+        rows = _check_ids(_gather(tokens, views, starts, size), vocab)
+        share = starts.shape[1]
+        parts = min(accum, share)
+        cuts = [share * part // parts for part in range(1, parts)]
+        for of_step in rows:
+            batches = [(part[:, :-1], part[:, 1:]) for part in of_step.tensor_split(cuts)]
+            yield batches, windows * block_size
+        start += len(group)
 
 
-def every_window(
-    shards: Shards, block_size: int, batch_size: int, *, rank: int = 0, world_size: int = 1, vocab: int | None = None
-) -> Iterator[Batch]:
-    """This rank's batches of a pass over all tokens but the first, each predicted exactly once, in order.
+def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    """Yield this rank's batches of one pass over plan.tokens, in order, for an evaluation.
 
-    A batch has at most `batch_size` windows, and as many fewer as make the ranks' shares equal, to a batch. The last
-    window is as short as what is left. `vocab` is as in steps().
+    Over all ranks, each token but the first is a target exactly once. No offset and no random order
+    is used, so plan.seed has no effect.
+
+    Each batch is (x, y), both (B, T) int64 on the CPU, where T = plan.block_size and B is at most
+    plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) B is
+    chosen such that all ranks get nearly equal numbers of windows. The ranks take the batches in
+    turn. If T does not divide n - 1, the last batch is one window that is shorter than T. The
+    numbers of batches of two ranks differ by at most one, and a rank can have none. So run no
+    collective operation for each batch, only after the last.
+
+    Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """
-    n = length(shards)
-    count, tail = divmod(n - 1, block_size)
-    gather = _gatherer(shards, block_size + 1, vocab)
-    rounds = max(1, -(-count // (batch_size * world_size)))
-    starts = range(0, count, max(1, -(-count // (rounds * world_size))))
-    for first in starts[rank::world_size]:
-        index = np.arange(first, min(first + starts.step, count))
-        yield _batch(torch.from_numpy(gather(index * block_size)))
-    if tail and rank == len(starts) % world_size:
-        yield _batch(torch.from_numpy(_gatherer(shards, tail + 1, vocab)(np.array([n - 1 - tail]))))
+    tokens, block_size, batch_size, _, vocab = plan
+    last = max(0, num_tokens(tokens) - 1)
+    count, tail = divmod(last, block_size)
+    batches = math.ceil(count / (batch_size * world_size)) * world_size or 1
+    size = math.ceil(count / batches) * block_size or 1
+    edges = sorted({*range(0, last - tail, size), last - tail, last})
+    for begin, end in [*pairwise(edges)][rank::world_size]:
+        row = _check_ids(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
+        width = min(block_size, end - begin)
+        yield row[:-1].view(-1, width), row[1:].view(-1, width)
 
 
-def shard(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
-    """(n / world_size,) int64: this rank's part of a shuffle of range(n); all ranks' are range(n) exactly.
+def _gather(tokens: Tokens, views: Tokens, starts: np.ndarray, size: int) -> np.ndarray:
+    """Copy the `size` tokens from each position in `starts`: (...) -> (..., size) uint64.
 
-    To be handed to a DataLoader as its sampler, a new one each epoch. Lengths differ by at most one.
+    `views` has sliding_window_view(array, size) in place of each array with at least `size` tokens.
+    """
+    begins = np.array([*accumulate(map(len, tokens), initial=0)])
+    rows = np.empty((*starts.shape, size), np.uint64)
+    first, last = np.searchsorted(begins, [starts, starts + size - 1], "right") - 1
+    place = starts - begins[first]
+    for k in np.unique(first[first == last]):  # rows that lie in one array
+        mine = (first == k) & (last == k)
+        rows[mine] = views[k][place[mine]]
+    for row in zip(*np.nonzero(first != last)):
+        rows[row] = np.concatenate(
+            _slice(tokens[first[row] : last[row] + 1], place[row], place[row] + size)
+        )
+    return rows
+
+
+def _check_ids(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
+    """Return ids as an int64 tensor. Raises ValueError for an id that is not below `vocab`."""
+    if vocab and ids.max() >= vocab:
+        raise ValueError(f"the tokens have the id {ids.max()}; the vocabulary ends at {vocab - 1}")
+    return torch.from_numpy(np.asarray(ids, np.uint64).view(np.int64))
+
+
+# ----------------------------------------------------------------------------------------- shuffle
+
+
+def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
+    """Return this rank's part of range(n) in random order, (k,) int64, for any kind of data set.
+
+    Over all ranks, each index occurs exactly once, and k differs by at most one between ranks. The
+    array can be the sampler of a torch DataLoader: make a new one for each epoch.
     """
     return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
 
 
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
-    """(k,) ints in [0, n) -> (k,) int64: where a shuffle of range(n) that depends on `key` takes them.
+    """Return the place of each index in a pseudo-random order of range(n): same shape, int64.
 
-    A Feistel network on Z_a x Z_b with a * b >= n, walked until it is back inside [0, n) (Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002): a bijection computed per index, in constant memory.
+    `key` (an int >= 0) selects the order. For one n and key this is a bijection of range(n): no two
+    indices get the same place. The order is never stored, because each place is computed from its
+    index alone. So time and memory depend on the number of indices and not on n.
+
+    Method (a Feistel network): write the index as left * b + right, with left < a and right < b,
+    where a * b >= n. Eight times in turn, replace one of the two digits by (digit + hash of the
+    other digit) modulo a, or b. Each replacement can be undone, because the other digit is still
+    known. So all eight together are a bijection of range(a * b). If the result is n or more, apply
+    them to the result again, until it is below n. This makes a bijection of range(n) ("cycle
+    walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Few results need
+    it, because a * b is only a little larger than n.
     """
     a = math.isqrt(n - 1) + 1
-    b = -(-n // a)
+    b = (n - 1) // a + 1
     out = np.array(index, np.uint64)
-    todo: slice | np.ndarray = slice(None)
-    while True:
-        left: np.ndarray = out[todo] // np.uint64(b)
-        right: np.ndarray = out[todo] % np.uint64(b)
-        for i in range(4):
-            left = (left + _scramble(right, key + 2 * i) % np.uint64(a)) % np.uint64(a)
-            right = (right + _scramble(left, key + 2 * i + 1) % np.uint64(b)) % np.uint64(b)
-        out[todo] = left * np.uint64(b) + right
-        outside = np.flatnonzero(out >= n)
-        if not len(outside):
-            return out.astype(np.int64)
-        todo = outside
+    outside = np.ones_like(out, bool)
+    while outside.any():
+        left, right = divmod(out[outside], b)
+        for i in range(8):
+            left, right = right, (left + _hash(right, key + i) % a) % a
+            a, b = b, a
+        out[outside] = left * b + right
+        outside = out >= n
+    return out.astype(np.int64)
 
 
-def _scramble(x: np.ndarray, key: int) -> np.ndarray:
-    """A hash of 64 bits: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014) over x and the key."""
-    z: np.ndarray = np.add(x, np.uint64(key * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF), dtype=np.uint64)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(z ^ (z >> np.uint64(31)))
+def _hash(x: np.ndarray, key: int) -> np.ndarray:
+    """Hash each of x with a key to 64 bits: the finaliser of SplitMix64 (Steele et al., 2014)."""
+    z: np.ndarray = x + key * 0x9E3779B97F4A7C15 % (1 << 64)
+    z ^= z >> 30
+    z *= 0xBF58476D1CE4E5B9
+    z ^= z >> 27
+    z *= 0x94D049BB133111EB
+    z ^= z >> 31
+    return z
 
 
 def _key(seed: int, epoch: int, purpose: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch} {purpose}".encode(), digest_size=8).digest(), "little")
-
-
-def _share(n: int, part: int, parts: int) -> tuple[int, int]:
-    """Where part `part` of n things dealt into `parts` begins and ends."""
-    return n * part // parts, n * (part + 1) // parts
-
-
-def _batch(rows: torch.Tensor) -> Batch:
-    return rows[:, :-1], rows[:, 1:]
-
-
-def _gatherer(shards: Shards, size: int, vocab: int | None = None) -> Callable[[np.ndarray], np.ndarray]:
-    """A function (B,) starts -> (B, size) int64: that many tokens from each start, across shards if need be."""
-
-    def below(rows: np.ndarray, k: int) -> np.ndarray:
-        if vocab and rows.size and rows.max() >= vocab:
-            name = getattr(shards[k], "filename", "the data")
-            raise ValueError(f"{name}: has the id {rows.max()}, and the vocabulary ends at {vocab - 1}")
-        return rows
-
-    views = [sliding_window_view(shard, size) if len(shard) >= size else shard for shard in shards]
-    if len(shards) == 1:
-        return lambda starts: below(views[0][starts], 0).astype(np.int64)
-    ends = np.cumsum([len(shard) for shard in shards])
-    begins = ends - [len(shard) for shard in shards]
-
-    def gather(starts: np.ndarray) -> np.ndarray:
-        out = np.empty((len(starts), size), np.int64)
-        inside = np.searchsorted(ends, starts, side="right")  # the shard that each row starts in
-        whole = starts + size <= ends[inside]
-        for k in np.unique(inside[whole]):
-            rows = np.flatnonzero(whole & (inside == k))
-            out[rows] = below(views[k][starts[rows] - begins[k]], k)
-        for row in np.flatnonzero(~whole):
-            place = starts[row] + np.arange(size)
-            owner = np.searchsorted(ends, place, side="right")
-            for k in np.unique(owner):
-                out[row, owner == k] = below(shards[k][place[owner == k] - begins[k]], k)
-        return out
-
-    return gather
+    hashed = hashlib.blake2b(f"{seed} {epoch} {purpose}".encode(), digest_size=8)
+    return int.from_bytes(hashed.digest(), "little")

@@ -1,307 +1,477 @@
-"""State -> durable file -> state. Any model, any optimizers.
+"""Write the state of a training to a durable file and read it back. Any model, any optimizers.
 
-    state = snapshot(model, optimizers, step=step)                   # on every rank; a copy on rank 0
-    if rank == 0: save("out", state, step, loss=val_loss); prune("out", keep=3)
-    ...
-    found, rejected = newest("out")                                  # on rank 0
-    restore_(found.state if found else {}, model, optimizers)        # on every rank: rank 0 hands it out
+    state = snapshot(model, optimizers, step=400)               # on every rank
+    if rank == 0:
+        save_and_prune("out", state, step=400, loss=1.88, keep=3)
 
-A checkpoint is one file, `step-00000400-loss-1.8812-<digest>.pt`. Its name carries the digest of its content,
-so that it is whole or it is not one; anyone opens it with `torch.load(name, weights_only=True)`, and finds
-under "model" a plain state dict, on the CPU, with the names that the bare model has. A folder is a path, or
-any URL that fsspec knows. A name without .pt is of a checkpoint that is a folder itself, as extras/sharded.py
-writes them: it is counted, pruned and set aside here, and read there.
+    found = newest("out")[0] if rank == 0 else None
+    restore_(found.state if found else {}, model, optimizers)   # on every rank
+
+A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
+first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
+`torch.load(path, weights_only=True)` reads the file without this module. The file holds a dict:
+"model" is a state dict on the CPU with the names of the bare model, "optimizers" has one dict per
+optimizer, and the other entries are those that the caller gave to snapshot().
+
+A checkpoint name without ".pt" is the name of a folder: a sharded checkpoint, which
+extras/sharded.py writes and reads. This module lists, deletes and renames it, but cannot load it.
+
+Every rank must call snapshot() and restore_(). All other functions are for one process, usually
+rank 0, and may run in a thread. Folders are local paths; for URLs see extras/remote.py. Functions
+that use files raise OSError if the file system fails.
 """
 
 import copy
-import dataclasses
-import fcntl
 import hashlib
 import math
 import os
-import pickle
-import pickletools
 import re
 import shutil
 import socket
-import struct
-import tempfile
-import threading
 import time
+import uuid
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-T = TypeVar("T")
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+State = dict[str, Any]
+# step, loss (optional), digest, ".pt" (not for a sharded checkpoint)
 NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})(\.pt)?")
-TEMPORARY = ".saving-"
-PLAIN = re.compile(  # what a pickle of tensors and builtins needs by name
-    r"collections OrderedDict|torch (Size|device|\w+Storage|b?(float|bool|complex|u?int)\w*)|torch\.storage UntypedStorage"
-    r"|torch\._utils _rebuild_(tensor_v[23]|parameter)|__builtin__ (set|complex)"
-)
+TEMPORARY = ".saving-"  # the name of a file or folder that is being written or deleted starts so
 
 
 class Entry(NamedTuple):
-    """A checkpoint as its name tells."""
+    """What the name of a checkpoint says."""
 
     step: int
-    loss: float | None  # validation loss at that step, where it was known
-    digest: str
-    name: str
+    loss: float | None  # validation loss with 4 decimals; None if unknown or not finite
+    digest: str  # 32 hex digits
+    name: str  # of the file, or of the folder of a sharded checkpoint
 
 
 class Found(NamedTuple):
     """A checkpoint that was read and verified."""
 
     entry: Entry
-    state: dict[str, Any]
+    state: State
 
 
-# ------------------------------------------------------------------------------------------ state <-> objects
+# ------------------------------------------------------------------ model and optimizers <-> state
 
 
-def snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **more: Any) -> dict[str, Any]:
-    """A copy of all state on the CPU, with `more` beside it: {"model": ..., "optimizers": [...], **more}.
+def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
+    """Return a copy of all state on the CPU: {"model": {...}, "optimizers": [...], **more}.
 
-    Every rank has to call it; ranks other than 0 get empty dicts where rank 0 has the tensors. Training may
-    go on at once: nothing in the result is shared with the model. Names are those of the bare model, without
-    what DDP, torch.compile or FSDP add.
+    Every rank must call this. In a process group, ranks other than 0 get empty dicts for the model
+    and the optimizers. The copy shares no memory with them, so training can continue at once. The
+    values of `more` are not copied. Names are those of the bare model, without the prefixes that
+    DDP and torch.compile add. An optimizer that has not taken a step becomes {}.
     """
-    from torch.distributed.checkpoint.state_dict import (  # half a second to import, so not at the top
-        StateDictOptions,
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    dcp = _state_dict_functions()
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
-        "model": get_model_state_dict(model, options=options),
-        # torch would make a fresh optimizer take a step, to have something to show
-        "optimizers": [get_optimizer_state_dict(model, o, options=options) if o.state else {} for o in optimizers],
+        "model": dcp.get_model_state_dict(model, options=options),
+        "optimizers": [  # torch would make an optimizer without state take a step
+            dcp.get_optimizer_state_dict(model, optimizer, options=options)
+            if optimizer.state
+            else {}
+            for optimizer in optimizers
+        ],
     }
-    # what came from another device, or was gathered, is a copy already; the rest is the model's own memory
-    live = {_storage(t) for t in _tensors([model.state_dict(), *(o.state_dict() for o in optimizers)])}
-    return {**copy.deepcopy(state, _copies(state, live)), **more}
+    # What torch gathered or moved to the CPU is a copy. The rest still is the training's memory.
+    live = {
+        t.untyped_storage().data_ptr()
+        for t in _tensors([model.state_dict(), [o.state for o in optimizers]])
+    }
+    copies = {id(t): t for t in _tensors(state) if t.untyped_storage().data_ptr() not in live}
+    return {**copy.deepcopy(state, copies), **more}  # deepcopy keeps the tensors in `copies`
 
 
-def _copies(state: Any, live: set[int]) -> dict[int, Any]:
-    """What deepcopy is to put in each tensor's place, by its id: itself, or of `live` memory a clone, which is made
-    sooner than deepcopy's own. What is there under two names, as a tied head is, is cloned once."""
-    copies: dict[int, Any] = {}
-    clones: dict[Any, Tensor] = {}
-    for tensor in _tensors(state):
-        view = _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-        if view not in clones:
-            clones[view] = tensor.clone() if _storage(tensor) in live else tensor
-        copies[id(tensor)] = clones[view]
-    return copies
+def _state_dict_functions() -> Any:
+    """Return torch's module for the state of wrapped models. Its import takes 0.5 s or more."""
+    from torch.distributed.checkpoint import state_dict
+
+    return state_dict
 
 
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    """Each tensor in dicts, lists and tuples. No recursion: however deep somebody made them, or if one is in itself."""
-    seen, left = set(), [nest]
-    while left:
-        value = left.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield each tensor in nested dicts and lists; of a DTensor, the shard of this rank."""
+    if isinstance(value, Tensor):
+        yield getattr(value, "_local_tensor", value)
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
 
 
-def _storage(tensor: Tensor) -> int:
-    """Where its memory begins; of a DTensor this rank's part."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Put the state from snapshot() into a model and optimizers.
 
+    Every rank must call this. In a process group all ranks get the state of rank 0, and what the
+    other ranks pass is ignored. If rank 0 passes {}, nothing changes on any rank. A state without
+    "optimizers" leaves the optimizers as if they had not taken a step. Otherwise, optimizers get
+    their moments back and keep the settings that they have now (learning rate, weight decay, ...).
+    Gradients are deleted. `state` is not changed and shares no memory with the optimizers.
 
-def restore_(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Put a snapshot back. In a group every rank calls it, and rank 0's `state` is used on all.
-
-    The optimizers keep the settings that they were built with (learning rate, weight decay, ...) and get
-    their moments back. ValueError if the state is not one of this model and so many optimizers.
+    ValueError on every rank if the state does not fit. The model is then unchanged, but the
+    optimizers may have lost their moments.
     """
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_model_state_dict,
-        set_optimizer_state_dict,
+    in_group = dist.is_initialized()
+    if in_group:
+        # other ranks get names, shapes and dtypes, so that all ranks find the same errors
+        outline = [copy.deepcopy(state, {id(t): t.to("meta") for t in _tensors(state)})]
+        dist.broadcast_object_list(outline)
+        if dist.get_rank() > 0:
+            state = outline[0]
+    if not state:
+        return
+    dcp = _state_dict_functions()
+    _check_same(state["model"], dcp.get_model_state_dict(model))
+    saved = state.get("optimizers", [{}] * len(optimizers))
+    if len(saved) != len(optimizers):
+        raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
+    settings = [_reset_(model, *pair) for pair in zip(optimizers, saved)]
+    # strict=False, because a parameter that never had a gradient has no moments
+    options = dcp.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=in_group, strict=False
     )
-
-    if dist.is_initialized() and dist.get_rank():
-        state = {}
-    fresh: list[Any] = []  # what each one's state is like: torch has a fresh one take a step, of no length, to show it
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)  # torch takes one with gradients for one without state
-        optimizer.state.clear()
-        fresh.append(get_optimizer_state_dict(model, optimizer)["state"])
-    verdict: list[Any] = [None, None]  # what is wrong with the state, and which optimizers it has moments of
-    if state:
-        try:
-            check(state, model)
-            if len(state["optimizers"]) != len(optimizers):
-                raise ValueError(f"{len(state['optimizers'])} optimizers in the checkpoint, {len(optimizers)} here")
-            for saved, ours in zip(state["optimizers"], fresh):
-                _check_moments(saved.get("state", {}), ours)
-            verdict[1] = [bool(saved) for saved in state["optimizers"]]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            verdict[0] = str(error) if isinstance(error, ValueError) else f"not a snapshot: {error!r}"
-    grouped = dist.is_initialized()
-    if grouped:
-        dist.broadcast_object_list(verdict)
-    if verdict[0]:
-        raise ValueError(verdict[0])
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=grouped)
-    set_model_state_dict(model, dict(state.get("model", {})), options=options)  # a copy: torch renames in it
-    options = dataclasses.replace(options, strict=False)  # a parameter that never had a gradient has no moments
-    for optimizer, saved, used in zip(optimizers, state.get("optimizers") or [{}] * len(optimizers), verdict[1]):
-        if not used:
-            optimizer.state.clear()
-            continue
-        settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-        if saved:  # a copy, since an optimizer makes what it is given its own
-            groups = [{**ours, "params": g["params"]} for ours, g in zip(settings, saved["param_groups"], strict=True)]
-            saved = {"state": copy.deepcopy(saved["state"]), "param_groups": groups}
-        set_optimizer_state_dict(model, optimizer, saved, options=options)
-        for group, ours in zip(optimizer.param_groups, settings):
-            group.update(ours)
+    dcp.set_model_state_dict(model, dict(state["model"]), options=options)  # torch changes the dict
+    for optimizer, old, groups in zip(optimizers, saved, settings):
+        if old:
+            new = {"state": copy.deepcopy(old["state"]), "param_groups": groups}
+            own = optimizer.param_groups
+            dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
+            optimizer.param_groups = own  # torch has put lists in place of tuples
 
 
-def check(state: dict[str, Any], model: nn.Module) -> None:
-    """ValueError unless state["model"] has just the names, shapes and types of `model`, wrapped or bare."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    theirs, ours = state["model"], model.state_dict()
-    for name in [*ours, *theirs]:
-        if name not in theirs or name not in ours:
-            raise ValueError(f"{name} is {'missing from' if name in ours else 'only in'} the checkpoint")
-        if not isinstance(theirs[name], Tensor):
-            raise ValueError(f"{name} is a {type(theirs[name]).__name__} in the checkpoint, not a tensor")
-        a, b = ((tuple(t.shape), t.dtype) for t in (theirs[name], ours[name]))
-        if a != b:
-            raise ValueError(f"{name} is {a[0]} {a[1]} in the checkpoint, {b[0]} {b[1]} in the model")
+def _reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
+    """Delete gradients and moments; return the optimizer's settings as a state dict has them.
 
-
-def _check_moments(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """ValueError unless each parameter has the moments, shapes and types of `ours`: fused kernels do not look."""
-
-    def shapes(moments: dict[str, Any]) -> dict[str, Any]:
-        return {key: (tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for key, t in moments.items()}
-
-    for name, moments in theirs.items():
-        if name not in ours or moments and shapes(moments) != shapes(ours[name]):
-            raise ValueError(f"the optimizer's state of {name} is not one of this model and optimizer")
-
-
-# ------------------------------------------------------------------------------------------- state <-> file
-
-
-def save(folder: str, state: dict[str, Any], step: int, loss: float | None = None) -> Entry:
-    """Write `state` as a checkpoint that is whole and durable when this returns. OSError if it cannot be.
-
-    ValueError if it holds anything but tensors, builtins and what describes tensors, which `load` would refuse.
-    For rank 0 alone. Only reads `state`, so it can run in a thread beside the training.
+    ValueError if saved["state"], {parameter: {moment: tensor}}, has other moments, shapes or dtypes
+    than this optimizer creates. Fused kernels do not check that.
     """
-    if "://" in folder:
-        return _save_remote(folder, state, step, loss)
+    optimizer.zero_grad(set_to_none=True)  # with gradients, torch would not create moments
+    optimizer.state.clear()
+    # torch makes the optimizer take a step with gradients and learning rate 0
+    ours = _state_dict_functions().get_optimizer_state_dict(model, optimizer)
+    optimizer.state.clear()
+    for name, moments in saved.get("state", {}).items():
+        if moments:
+            _check_same(moments, ours["state"].get(name, {}), f"optimizer state of {name}: ")
+    return ours["param_groups"]
+
+
+def check_matches(state: State, model: nn.Module) -> None:
+    """Raise ValueError unless state["model"] has the names, shapes and dtypes of a bare model."""
+    _check_same(state["model"], model.state_dict())
+
+
+def _check_same(theirs: State, ours: State, where: str = "") -> None:
+    """Raise ValueError unless both have the same names, with the same shapes and dtypes."""
+    for name in [*ours, *theirs]:
+        a, b = (_kind(values.get(name)) for values in (theirs, ours))
+        if a != b:
+            raise ValueError(f"{where}{name} is {a} in the checkpoint, {b} in the model")
+
+
+def _kind(value: Any) -> str:
+    """Return the shape and dtype of a tensor as text."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
+# ---------------------------------------------------------------------------------- state <-> file
+
+
+def save(folder: str, state: State, step: int, loss: float | None = None) -> Entry:
+    """Write a checkpoint. When this returns, the file is complete and survives a power failure.
+
+    state: what snapshot() returned on rank 0; it is only read. loss: the validation loss, which
+    becomes part of the name. The folder is created if needed. ValueError if load() would refuse the
+    file, for example because the model has NaN. After an error the checkpoints that existed before
+    are untouched, and no temporary file is left.
+    """
+    _check_state(state)
     make_folder(folder)
-    temporary = os.path.join(folder, f"{TEMPORARY}{os.getpid()}")
-    try:
-        with open(temporary, "w+b") as file, _digesting(file) as digested:
-            _write(state, file)
-            os.fsync(file.fileno())
-            entry = named(step, loss, digested())
-        os.replace(temporary, os.path.join(folder, entry.name))
-        _fsync_folder(folder)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-    return entry
-
-
-def _save_remote(folder: str, state: dict[str, Any], step: int, loss: float | None) -> Entry:
-    """The same through fsspec. Object stores show an upload once it is whole; elsewhere half of one may be left by a
-    process that is killed, and cannot pass for a checkpoint: its digest is not its name's."""
-    with tempfile.TemporaryDirectory() as here, open(os.path.join(here, "state"), "w+b") as file:
-        _write(state, file)
-        entry = named(step, loss, digest(file))
-        make_folder(folder)
-        with remote(folder) as (fs, path):
-            try:
-                fs.put_file(file.name, f"{path}/{entry.name}")
-            except BaseException:
-                with suppress(Exception):  # it may not have got there
-                    fs.rm_file(f"{path}/{entry.name}")
-                raise
-    return entry
-
-
-def _write(state: dict[str, Any], file: BinaryIO) -> None:
-    try:
-        torch.save(state, file)
-    except RuntimeError as error:  # torch's writer, on its way out, hides what stopped it: a full disk
-        raise error.__context__ if isinstance(error.__context__, OSError) else error
-    file.flush()
-    if wrong := _forged(file):  # better known now than when it is needed
-        raise ValueError(f"the state could not be loaded again: {wrong}")
-
-
-@contextmanager
-def _digesting(file: BinaryIO) -> Iterator[Callable[[], str]]:
-    """The digest of a file that is written inside, from front to back, taken beside that; to be asked for once it is
-    whole. It takes as long as the writing does, and as the disk."""
-    hashed, whole = hashlib.sha256(), threading.Event()
-
-    def follow() -> str:
-        at, last = 0, False
-        while not last:
-            last = whole.wait(0.001)
-            while block := os.pread(file.fileno(), 1 << 22, at):
-                hashed.update(block)
-                at += len(block)
-        return hashed.hexdigest()[:32]
-
-    def finished() -> str:
-        whole.set()
-        return following.result()
-
-    with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(follow)
+    with _temporary_file(folder) as file:
         try:
-            yield finished
-        finally:
-            whole.set()
+            torch.save(state, file)
+        except RuntimeError as error:  # torch hides what happened first, for example a full disk
+            raise error.__context__ or error
+        file.flush()
+        _read_state(file.name, device="meta")  # checks the types and skips the numbers
+        entry = make_entry(step, loss, sha256(file.name)[:32])
+        _publish(file, entry.name)
+    return entry
 
 
-def named(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
-    """What a checkpoint is called."""
-    if loss is None or not math.isfinite(loss):
-        return Entry(step, None, digest, f"step-{step:08d}-{digest}{ending}")
-    return Entry(step, round(loss, 4), digest, f"step-{step:08d}-loss-{loss:.4f}-{digest}{ending}")
+def load(folder: str, entry: Entry) -> State:
+    """Read and verify one checkpoint; its tensors are on the CPU.
+
+    Code in the file is not run, because torch.load(weights_only=True) reads tensors and plain
+    values only. ValueError if the digest does not match, if the file is not a checkpoint, or if the
+    model's parameters or buffers contain NaN. NotImplementedError if the checkpoint is sharded.
+    """
+    if not entry.name.endswith(".pt"):
+        raise NotImplementedError(f"{entry.name} is a sharded checkpoint; see extras/sharded.py")
+    path = Path(folder, entry.name)
+    if not path.is_file():
+        raise OSError("not a file")  # reading a pipe or a device might never end
+    if sha256(path)[:32] != entry.digest:
+        raise ValueError("damaged: the content does not match the digest in the name")
+    state: State = _read_state(path, device="cpu")
+    _check_state(state)
+    return state
+
+
+def _read_state(path: str | Path, device: str) -> Any:
+    """Read a file that torch.save wrote. Raise ValueError if that fails for any reason."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # they repeat the error in several lines
+            return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        reason = f"torch.load(weights_only=True) raised {type(error).__name__}"
+        raise ValueError(f"not a checkpoint: {reason}") from error
+
+
+def _check_state(state: Any) -> None:
+    """Raise ValueError unless state["model"] is a dict whose tensors are free of NaN."""
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError("not a checkpoint: there is no state dict under 'model'")
+    for name, value in state["model"].items():
+        if isinstance(value, Tensor) and value.isnan().any():
+            raise ValueError(f"worthless: {name} contains NaN")
+
+
+def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
+    """Return the entry, with its name, of a checkpoint. ending: "" for a sharded checkpoint."""
+    known = loss is not None and math.isfinite(loss)
+    rating = f"-loss-{loss:.4f}" if known else ""
+    return parse_names([f"step-{step:08d}{rating}-{digest}{ending}"])[0]
+
+
+def parse_names(names: Iterable[str]) -> list[Entry]:
+    """Return an entry for each name that is the name of a checkpoint, in the order of steps."""
+    entries = [
+        Entry(int(match[1]), float(match[2]) if match[2] else None, match[3], match[0])
+        for match in map(NAME.fullmatch, names)
+        if match
+    ]
+    return sorted(entries, key=lambda entry: (entry.step, entry.name))
+
+
+def list_checkpoints(folder: str) -> list[Entry]:
+    """Return the checkpoints in a folder, oldest first; [] if there is no folder. Reads no file."""
+    return parse_names(os.listdir(folder) if os.path.isdir(folder) else [])
+
+
+def newest(
+    folder: str,
+    load: Callable[[str, Entry], State] = load,
+    list_checkpoints: Callable[[str], list[Entry]] = list_checkpoints,
+) -> tuple[Found | None, list[str]]:
+    """Return the newest checkpoint that verifies, and one line for each newer one that does not.
+
+    (None, []) means that there are no checkpoints. ValueError if there are some but none verifies.
+    If load() raises OSError or ValueError, the checkpoint before that one is tried. Other exceptions
+    are passed on: a sharded checkpoint, if it is the newest, raises NotImplementedError.
+    """
+    rejected: list[str] = []
+    for entry in reversed(list_checkpoints(folder)):
+        try:
+            return Found(entry, load(folder, entry)), rejected
+        except (OSError, ValueError) as error:
+            if entry not in list_checkpoints(folder):  # another process has deleted it meanwhile
+                return newest(folder, load, list_checkpoints)
+            rejected.append(f"{entry.name}: {error}")
+    if rejected:
+        raise ValueError(f"{folder}: no checkpoint can be used; {rejected[0]}")
+    return None, rejected
+
+
+# --------------------------------------------------------------------------------------- the folder
+
+
+def superseded(entries: list[Entry], keep: int) -> list[Entry]:
+    """Return the entries to delete: all but the last `keep` and the one with the lowest loss.
+
+    entries: in the order of steps. If several have the lowest loss, the last of them is kept.
+    """
+    rated = [entry for entry in entries if entry.loss is not None]
+    best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
+    return [entry for entry in entries[: max(0, len(entries) - keep)] if entry != best]
+
+
+def prune(folder: str, keep: int) -> None:
+    """Delete the superseded checkpoints: see superseded().
+
+    Temporary files stay, because another process may be writing them. lock() deletes those that
+    killed processes have left.
+    """
+    for entry in superseded(list_checkpoints(folder), keep):
+        remove(folder, entry.name)
+
+
+def save_and_prune(folder: str, state: State, step: int, loss: float | None, keep: int) -> Entry:
+    """Call save(), and prune() once the new checkpoint is durable."""
+    entry = save(folder, state, step, loss)
+    prune(folder, keep)
+    return entry
+
+
+def remove(folder: str, name: str) -> None:
+    """Delete a checkpoint or a temporary file or folder. A missing one is no error.
+
+    A folder whose name ends with ".pt" was not written by a save: it is set aside instead.
+    """
+    path = Path(folder, name)
+    with suppress(FileNotFoundError):  # another process may have deleted it
+        if not path.is_dir():
+            path.unlink()
+        elif name.endswith(".pt"):
+            set_aside(folder, name)
+        else:
+            # If the deletion breaks off, the rest must not have the name of a checkpoint.
+            hidden = TEMPORARY + uuid.uuid4().hex
+            _rename(folder, name, hidden)
+            # What cannot be deleted now, such as an open file on NFS, is deleted by lock() later.
+            shutil.rmtree(Path(folder, hidden), ignore_errors=True)
+
+
+def set_aside(folder: str, name: str) -> None:
+    """Add ".damaged" to the name of a checkpoint, so that it is no longer listed."""
+    _rename(folder, name, f"{name}.damaged")
+
+
+def lock(folder: str, patience: float = 2.0) -> IO[str] | None:
+    """Take the lock of an existing folder and delete all temporary files in it.
+
+    Keep the result: the lock is released when the result is closed or garbage collected, and when
+    the process ends in any way. None, and nothing is deleted, where the system (Windows) or the
+    file system has no locks. ValueError, with host, pid and start time of the holder, if another
+    process still has the lock after `patience` seconds: a killed process may need a moment to end.
+
+    This is flock instead of the package filelock for three reasons. Versions up to 3.29 empty the
+    file that names the holder. Old versions wait for ever if the file system refuses locks. Newer
+    versions then use a lock that outlives a crashed process on another host.
+    """
+    if not fcntl:
+        return None
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    file = os.fdopen(os.open(Path(folder, ".lock"), flags, 0o666), "r+")
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ValueError(f"in use by another run: {file.read()}") from None
+            time.sleep(0.05)
+        except OSError:
+            return None
+    file.truncate()
+    file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T')}")
+    file.flush()
+    for name in os.listdir(folder):
+        if name.startswith(TEMPORARY):
+            remove(folder, name)
+    return file
+
+
+def run_in_background(function: Callable[..., Any], *args: Any) -> "Future[Any]":
+    """Start function(*args) in a new thread, which ends after that call.
+
+    result() of the returned future waits for the call, and returns its result or raises its error.
+    At its end, the program waits for the thread.
+    """
+    return ThreadPoolExecutor(1).submit(function, *args)
+
+
+# ------------------------------------------------------------------------------------- text files
+
+
+def write_text(folder: str, name: str, text: str) -> None:
+    """Replace the text of a file. A reader, also after a crash, finds the old or the new text."""
+    with _temporary_file(folder) as file:
+        file.write(text.encode())
+        _publish(file, name)
+
+
+def append_text(folder: str, name: str, line: str) -> None:
+    """Add a line, which has its line break, to a file. After an OSError no part of it is there.
+
+    The line is not fsynced: it may be lost in a power failure, but not when the process is killed.
+    """
+    with open(Path(folder, name), "ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(line.encode()) < len(line.encode()):
+            file.truncate(end)
+            raise OSError(f"{name}: no space left on device")
+
+
+def read_text(folder: str, name: str) -> str:
+    """Return the text of a file, or "" if there is no such file. Invalid UTF-8 is replaced."""
+    path = Path(folder, name)
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+# ------------------------------------------------------------------------------------- durability
 
 
 def make_folder(folder: str) -> None:
-    """As os.makedirs, but durable: a checkpoint is lost if the folder that it is in is."""
+    """Create a folder, and the folders above it, so that they survive a power failure."""
     if "://" in folder:
-        with remote(folder) as (fs, path):
-            fs.makedirs(path, exist_ok=True)
+        raise ValueError(f"{folder} is a URL: use extras/remote.py")
+    path = Path(folder).absolute()
+    for each in [*reversed(path.parents), path]:
+        if not each.is_dir():
+            each.mkdir(exist_ok=True)  # another process may have made it meanwhile
+            fsync_folder(each.parent)
+
+
+@contextmanager
+def _temporary_file(folder: str) -> Iterator[IO[bytes]]:
+    """Open a new file with a unique temporary name. Delete it at the end, unless it was renamed."""
+    path = Path(folder, TEMPORARY + uuid.uuid4().hex)
+    try:
+        with path.open("wb") as file:
+            yield file
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _publish(file: IO[bytes], name: str) -> None:
+    """Make the content of an open temporary file durable, close it and give it its name."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()  # Windows cannot rename an open file
+    _rename(*os.path.split(file.name), name)
+
+
+def _rename(folder: str, old: str, new: str) -> None:
+    """Rename a file or folder durably. A file that already has the new name is replaced."""
+    Path(folder, old).replace(Path(folder, new))
+    fsync_folder(folder)
+
+
+def fsync_folder(folder: str | Path) -> None:
+    """Make the names in a folder durable. A new name may otherwise be lost in a power failure."""
+    if os.name != "posix":  # Windows cannot open a folder
         return
-    folder = os.path.abspath(folder)
-    if not os.path.isdir(folder):
-        make_folder(os.path.dirname(folder))
-        os.makedirs(folder, exist_ok=True)
-        _fsync_folder(os.path.dirname(folder))
-
-
-def _fsync_folder(folder: str) -> None:
-    """A rename is durable once the folder that records it is."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -309,242 +479,7 @@ def _fsync_folder(folder: str) -> None:
         os.close(handle)
 
 
-def digest(file: BinaryIO) -> str:
-    """The first 32 digits of what `sha256sum` says of an open file."""
-    hashed = hashlib.sha256()
-    file.seek(0)
-    while block := file.read(1 << 22):
-        hashed.update(block)
-    return hashed.hexdigest()[:32]
-
-
-def entries(folder: str) -> list[Entry]:
-    """What by its name is a checkpoint in `folder`, oldest first. Nothing is opened."""
-    if "://" in folder:
-        with remote(folder) as (fs, path):
-            fs.invalidate_cache()
-            paths = fs.ls(path, detail=False) if fs.exists(path) else []
-            names = [name.rsplit("/", 1)[-1] for name in paths if name.endswith(".pt")]
-    else:
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-    matches = [match for match in map(NAME.fullmatch, names) if match]
-    found = [Entry(int(m[1]), float(m[2]) if m[2] else None, m[3], m[0]) for m in matches]
-    return sorted(found, key=lambda entry: (entry.step, entry.name))
-
-
-def newest(folder: str, read: Callable[[str, Entry], dict[str, Any]] | None = None) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint that can be read and verified, and a line for each newer one that cannot.
-
-    read: what reads one, with an OSError or a ValueError if it cannot; `load` if none is given.
-    OSError if a URL does not answer: then nothing is known of what is there.
-    """
-    rejected: list[str] = []
-    for entry in reversed(entries(folder)):
-        try:
-            return Found(entry, (read or load)(folder, entry)), rejected
-        except (OSError, ValueError) as error:
-            if type(error) is OSError and "://" in folder:  # as remote() has it: the file itself may be sound
-                raise
-            if entry not in entries(folder):  # pruned while it was read: there are newer ones
-                return newest(folder, read)
-            rejected.append(f"{entry.name}: {error}")
-    return None, rejected
-
-
-def load(folder: str, entry: Entry) -> dict[str, Any]:
-    """Read one checkpoint, tensors on the CPU. ValueError if its content is not what its name says, or NaN.
-
-    Nothing in the file is run: torch.load reads tensors and builtins alone.
-    """
-    with _open(folder, entry.name) as file:
-        if digest(file) != entry.digest:
-            raise ValueError("damaged: the content does not have the digest that the name tells")
-        try:
-            state = read(file)
-        except ValueError as error:
-            raise ValueError(f"not a checkpoint: {error}") from error
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise ValueError("not a checkpoint: there is no state dict under 'model'")
-    for name, value in state["model"].items():
-        if isinstance(value, Tensor) and value.isnan().any():
-            raise ValueError(f"worthless: {name} has numbers that are not (NaN)")
-    return state
-
-
-def read(file: BinaryIO) -> Any:
-    """What torch.save wrote to an open file, tensors on the CPU. ValueError unless it is tensors and builtins alone."""
-    state = None
-    try:
-        wrong = _forged(file)
-        file.seek(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            state = None if wrong else torch.load(file, map_location="cpu", weights_only=True)
-        wrong = wrong or _inflated(state)
-    except pickle.UnpicklingError:
-        wrong = "it is not just tensors and plain values"
-    except Exception as error:  # whatever a file can make it raise
-        wrong = " ".join(repr(error).split()[:20])
-    if wrong:
-        raise ValueError(wrong)
-    return state
-
-
-def _forged(file: BinaryIO) -> str:
-    """Why a file, which may be anybody's, must not be given to torch.load, or "".
-
-    It would allocate what a compressed record claims to become, and call what is harmless, bytearray(10**12) too. What
-    torch.save writes is a zip of uncompressed records that ends in 98 known bytes: then whoever reads it, zipfile here
-    and C++ there, finds the same records.
-    """
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - 98))
-    last = file.read()
-    locator = struct.pack("<4sIQI4s", b"PK\6\7", 0, end - 98, 1, b"PK\5\6")
-    if len(last) < 98 or last[56:80] != locator or last[96:] != b"\0\0":
-        return "not a zip that torch.save wrote"
-    file.seek(0)
-    if file.read(4) != b"PK\3\4" or sum(struct.unpack("<QQ", last[40:56])) != end - 98:
-        return "a zip with something before or after it"
-    with zipfile.ZipFile(file) as archive:
-        records = {record.filename.split("/", 1)[-1].lower(): record for record in archive.infolist()}
-        size = sum(math.inf if record.compress_type else record.file_size for record in archive.infolist())
-        if size > end or len(records) < len(archive.infolist()):
-            return "its records are compressed, or overlap"
-        for op, what, _ in pickletools.genops(archive.read(records["data.pkl"])):
-            if op.name in ("INST", "OBJ", "STACK_GLOBAL") or op.name == "GLOBAL" and not PLAIN.fullmatch(f"{what}"):
-                return f"it needs {what or op.name}, and is not just tensors and plain values"
-    return ""
-
-
-def _inflated(state: Any) -> str:
-    """What is wrong if a tensor anywhere in `state` claims, by its strides, more numbers than it has, or ""."""
-    for tensor in _tensors(state):
-        if tensor.nbytes > tensor.untyped_storage().nbytes():
-            return f"a tensor of shape {tuple(tensor.shape)} is only {tensor.untyped_storage().nbytes()} bytes"
-    return ""
-
-
-def prune(folder: str, keep: int) -> None:
-    """Delete all but the last `keep` checkpoints and the one of lowest loss, and what broken-off saves left."""
-    found = entries(folder)
-    rated = [entry for entry in found if entry.loss is not None]
-    best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
-    for entry in found[: max(0, len(found) - keep)]:
-        if entry != best:
-            remove(folder, entry.name)
-    if "://" not in folder:
-        for name in os.listdir(folder):
-            if name.startswith(TEMPORARY):
-                remove(folder, name)
-
-
-def save_and_prune(folder: str, state: dict[str, Any], step: int, loss: float | None, keep: int) -> Entry:
-    """save, and then, with the new one durable, prune."""
-    entry = save(folder, state, step, loss)
-    prune(folder, keep)
-    return entry
-
-
-def in_background(function: Callable[..., T], *args: Any) -> "Future[T]":
-    """Start function(*args) in a thread; the future's result() waits for it, and raises what it raised."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function, *args)
-    pool.shutdown(wait=False)
-    return future
-
-
-def lock(folder: str, patience: float = 2.0) -> int | None:
-    """Keep every other process from locking `folder` until this one ends; -> an open handle, to close if sooner.
-
-    ValueError says who has it: its host, process and start. The system holds the lock and drops it with the process,
-    so a dead run's is never in the way; one just killed may take a moment to die, hence `patience`, in seconds. None
-    for a URL and where the file system has no locks.
-    """
-    if "://" in folder:
-        return None
-    handle = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() < end:
-                time.sleep(0.05)
-                continue
-            holder = os.read(handle, 200).decode(errors="replace")
-            os.close(handle)
-            raise ValueError(f"in use by another run: {holder}") from None
-        except OSError:
-            os.close(handle)
-            return None
-    os.ftruncate(handle, 0)
-    os.write(handle, f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T')}".encode())
-    return handle
-
-
-def set_aside(folder: str, name: str) -> None:
-    """Rename what is no checkpoint after all, so that it is neither tried nor counted as one again."""
-    if "://" in folder:
-        with remote(folder) as (fs, path):
-            fs.mv(f"{path}/{name}", f"{path}/{name}.damaged")
-    else:
-        os.rename(os.path.join(folder, name), os.path.join(folder, f"{name}.damaged"))
-
-
-def remove(folder: str, name: str) -> None:
-    """Delete a checkpoint, or what a save left; no error if somebody did so before.
-
-    A folder under a file's name is not ours to delete: set aside.
-    """
-    try:
-        if "://" in folder:
-            with remote(folder) as (fs, path):
-                fs.rm_file(f"{path}/{name}")
-        else:
-            os.unlink(os.path.join(folder, name))
-    except FileNotFoundError:
-        pass
-    except (IsADirectoryError, PermissionError):  # the second is what macOS says
-        if name.endswith(".pt"):
-            set_aside(folder, name)
-        else:
-            _remove_folder(folder, name)
-
-
-def _remove_folder(folder: str, name: str) -> None:
-    """If it is broken off, what is left is no checkpoint any more."""
-    if not name.startswith(TEMPORARY):
-        os.rename(os.path.join(folder, name), os.path.join(folder, TEMPORARY + name))
-        name = TEMPORARY + name
-    shutil.rmtree(os.path.join(folder, name), ignore_errors=True)  # what a reader on NFS still has open: the next time
-
-
-def _open(folder: str, name: str) -> Any:
-    if "://" not in folder:
-        path = os.path.join(folder, name)
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise OSError("not a file")  # a pipe or a device might never end
-        return open(path, "rb")
-    with remote(folder) as (fs, path), tempfile.TemporaryDirectory() as here:
-        fs.get_file(f"{path}/{name}", os.path.join(here, "state"))  # all of it: it is read twice, out of order
-        return open(os.path.join(here, "state"), "rb")  # deleted now, but readable until it is closed
-
-
-@contextmanager
-def remote(folder: str) -> Iterator[tuple[Any, str]]:
-    """(file system, path) of a URL. What goes wrong with it inside is an OSError that names the folder.
-
-    Nothing is tried again here: the packages of file systems do so, as often as their own settings say.
-    """
-    from fsspec.core import url_to_fs  # comes with torch; only needed, and only imported, for a URL
-
-    try:
-        fs, path = url_to_fs(folder)
-        yield fs, path.rstrip("/")
-    except (FileNotFoundError, IsADirectoryError, ImportError, ValueError):
-        raise
-    except Exception as error:  # each package has its own
-        text = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise OSError(f"{folder}: {text}") from error
+def sha256(path: str | Path) -> str:
+    """Return the SHA-256 of a file, as 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,13 +1,20 @@
-"""Where am I, who else is there: start, agree, stop. Any model; one process runs the same code as many.
+"""Start the process group, agree between ranks, stop cleanly: for any PyTorch model.
 
-    with stop_signals() as asked, process_group() as world:
-        model = replicate(model.to(world.device), world)
-        ...
-        if any_rank(asked(), world): ...         # save and leave
+    with stop_signals() as stop_requested, process_group() as world:
+        model = replicate(build_model(), world)
+        for batch in batches_of(world.rank, world.size):
+            train_one_step(model, batch)
+            if any_rank(stop_requested(), world):
+                save_checkpoint(model)
+                break
 
-Started by torchrun, by SLURM's srun, by `spawn` below, or as plain `python`: then there is no group, and
-none is needed. A rank that fails says so in the store that all ranks share and leaves at once. Nobody waits
-for it, and only the first failure is reported: what it causes on the other ranks is not.
+The same script runs under plain `python` (one process, no process group), under torchrun, and in
+the processes that `spawn` below starts. A rank is one of the processes that train together.
+
+When a rank fails, it ends at once and does not wait for the other ranks. The other ranks then fail
+too, for example with "connection closed" in a collective. To print one error and not one per rank,
+the ranks share a key-value store (torch's TCPStore): the first rank that fails notes there that it
+reports the error. The other ranks find this note and end without a message.
 """
 
 import ctypes
@@ -21,378 +28,357 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
-from itertools import chain
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-PARENT = os.getppid()  # first, as it can end during the second that torch takes
+# Importing torch takes a second, and the parent process can end during it. So note its id before.
+PARENT_PID = os.getppid()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook  # noqa: E402
 
 T = TypeVar("T")
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Windows has no SIGUSR1.
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
 
-class Place(NamedTuple):
-    """This process among all, and where they meet, as the launcher tells."""
+class LaunchEnv(NamedTuple):
+    """What the launcher's environment variables say. The defaults describe a single process."""
 
-    rank: int = 0
-    local_rank: int = 0
-    size: int = 1
-    local_size: int = 1
-    address: str = ""
-    port: int = 0
-    served: bool = False  # the launcher serves the store; otherwise rank 0 does
+    rank: int = 0  # RANK: number of this process, from 0 to world_size - 1
+    local_rank: int = 0  # LOCAL_RANK: number of this process on its machine, from 0
+    world_size: int = 1  # WORLD_SIZE: number of processes on all machines
+    local_world_size: int = 1  # LOCAL_WORLD_SIZE: number of processes on this machine
+    master_addr: str = ""  # MASTER_ADDR, MASTER_PORT: host and TCP port of the store of all ranks
+    master_port: int = 0
+    agent_store: bool = (
+        False  # True: the launcher serves the store. False: rank 0 serves the store.
+    )
 
 
 class World(NamedTuple):
-    """The process group, as this rank sees it."""
+    """What a rank knows of itself and of the group. It stays the same during a run."""
 
-    rank: int
-    local_rank: int
-    size: int
-    local_size: int
-    device: torch.device
-
-
-# --------------------------------------------------------------------------------------------------- place
+    rank: int  # number of this rank, from 0 to size - 1
+    local_rank: int  # number of this rank on its machine, from 0
+    size: int  # number of ranks on all machines
+    local_size: int  # number of ranks on this machine
+    device: torch.device  # where the model and the batches of this rank belong
 
 
-def place(env: Mapping[str, str] = os.environ) -> Place:
-    """From torchrun's variables, or srun's, or nobody's. ValueError if they are not whole."""
-    if "RANK" in env or "WORLD_SIZE" in env:
-        rank, local_rank, size, local_size, port = _whole_numbers(
-            env, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
-        )
-        served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        found = Place(rank, local_rank, size, local_size, _text(env, "MASTER_ADDR"), port, served)
-    elif "SLURM_STEP_NUM_TASKS" in env:  # only srun sets this: the batch script itself is not a rank
-        rank, local_rank, size, node = _whole_numbers(
-            env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"
-        )
-        found = Place(rank, local_rank, size, _slurm_tasks(env, node), *_slurm_meeting(env))
-    else:
-        return Place()
-    if not (found.rank < found.size and found.local_rank < found.local_size <= found.size):
-        raise ValueError(f"the launcher's variables do not fit together: {found}")
-    return found
+# --- launch environment ---
 
 
-def _text(env: Mapping[str, str], name: str) -> str:
-    if not env.get(name):
-        raise ValueError(f"{name} is not set, though others of the launcher's variables are; start with torchrun")
-    return env[name]
+def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
+    """Read the variables that torchrun sets for each process; without them, return the defaults.
+
+    Each process reads its own variables; the ranks do not communicate here. ValueError is raised
+    if
+    - some of the variables are set, but others are missing, are not whole numbers, or do not fit,
+    or
+    - srun started several tasks and RANK is not set. Each task would train alone as a single
+    process.
+    """
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+            raise ValueError(
+                f"srun started {env['SLURM_STEP_NUM_TASKS']} tasks, but RANK is not set: "
+                "start with torchrun, or use extras/slurm.py"
+            )
+        return LaunchEnv()
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR"
+    found = {name: env.get(name, "") for name in names.split()}
+    *numbers, address = found.values()
+    if address and all(map(str.isdecimal, numbers)):
+        rank, local_rank, size, local_size, port = map(int, numbers)
+        if rank < size and local_rank < local_size <= size:
+            agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            return LaunchEnv(rank, local_rank, size, local_size, address, port, agent_store)
+    raise ValueError(f"launch variables are missing or do not fit (start with torchrun): {found}")
 
 
-def _whole_numbers(env: Mapping[str, str], *names: str) -> list[int]:
-    for name in names:
-        if not _text(env, name).isdecimal():
-            raise ValueError(f"{name}={env[name]!r} is not a whole number")
-    return [int(env[name]) for name in names]
-
-
-def _slurm_tasks(env: Mapping[str, str], node: int) -> int:
-    """How many tasks node number `node` of the step has: SLURM writes "2(x3),1" for 2, 2, 2, 1."""
-    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", _text(env, "SLURM_STEP_TASKS_PER_NODE"))
-    tasks = [int(count) for count, times in pairs for _ in range(int(times or 1))]
-    if node >= len(tasks):
-        raise ValueError(f"SLURM_NODEID={node} is not in SLURM_STEP_TASKS_PER_NODE={env['SLURM_STEP_TASKS_PER_NODE']}")
-    return tasks[node]
-
-
-def _slurm_meeting(env: Mapping[str, str]) -> tuple[str, int]:
-    """The step's first host, and a port that follows from the job's and the step's number; MASTER_ADDR and
-    MASTER_PORT say otherwise. (srun reserves no port for a program and has no way to pass one on.)"""
-    host = env.get("MASTER_ADDR")
-    if not host:
-        host = re.sub(r"([^,\[]*)(\[(\d+))?.*", r"\1\3", _text(env, "SLURM_STEP_NODELIST"))  # "n[07-9],x" -> "n07"
-    if env.get("MASTER_PORT"):
-        return host, _whole_numbers(env, "MASTER_PORT")[0]
-    job, step = _whole_numbers(env, "SLURM_JOB_ID", "SLURM_STEP_ID")
-    return host, 20000 + (job * 97 + step) % 10000
-
-
-# --------------------------------------------------------------------------------------------------- group
+# --- process group ---
 
 
 @contextmanager
 def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
-    """Join the group that the launcher set up, and leave it; as plain python, be the only one.
+    """Join the process group of all ranks for the duration of the `with` block.
 
-    device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda" or "mps". ValueError if it cannot be had.
-    timeout: seconds that any collective may take. Then gloo raises; NCCL ends the process from a thread of its own.
+    All ranks must call this function. A single process gets no process group: inside the block it
+    can use the functions of this file, but not torch.distributed.
 
-    If the body raises, no teardown is attempted, as it might wait for the dead. The rank that failed first
-    goes on with its own exception; the others end with SystemExit(1) and nothing to say.
+    device: "auto" (CUDA if available, else MPS, else CPU), "cpu", "cuda" or "mps". MPS is only for
+        a single process. Rank i of a machine gets GPU i. On a CPU, the ranks of a machine share
+        its CPUs: this function sets torch's number of threads. The backend is NCCL for CUDA, else
+        gloo.
+    timeout: seconds that all ranks may take to connect, and that each collective may take later. A
+        collective that takes longer fails: gloo raises an exception on the ranks that wait, NCCL
+        ends their processes from a thread of its own.
+
+    If an exception leaves the block, this function does not destroy the group, because that could
+    wait for a rank that is dead. The exception that the caller sees depends on the rank:
+    - The rank that failed first: its own exception, unchanged.
+    - If a rank was lost without an exception (it was killed, or it does not answer within
+      `timeout`), one of the other ranks: ConnectionError, which names the lost rank.
+    - If the ranks wait for one another in different lines of the program, one rank:
+      ConnectionError, which names the line of each rank.
+    - All other ranks: SystemExit. They must print nothing, because the rank above reports. The
+      exit code is the attribute `exit_code` of the rank's own exception (click's exceptions have
+      one) or 1.
+
+    sys.exit() and sys.exit(0) inside the block leave the group normally. sys.exit() with another
+    code, and KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged,
+    the group is not destroyed, and a rank that waits for this rank raises ConnectionError. It is
+    not an error if all ranks exit in this way at the same point of the program.
+
+    Before the group exists, each rank raises ValueError if its launch variables are wrong, and
+    ConnectionError if not all ranks connect within `timeout`. A device that is not available is a
+    ValueError, which counts as an exception in the block.
     """
-    here = place()
+    env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _die_with(PARENT)  # an agent that is killed leaves its workers behind, if they do not see to it themselves
-    if here.size == 1:
-        yield World(0, 0, 1, 1, _device(device, here))
+        _die_with_parent(PARENT_PID)  # If torchrun is killed, nobody else ends its workers.
+    if env.world_size == 1:
+        yield World(*env[:4], _select_device(device, env))
         return
-    if here.local_size == here.size and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing that others could reach
-    store = _store(here, timeout)
-    failures = dist.PrefixStore("failure", store)
-    failures.delete_key(f"left {here.rank}")
-    entered = store.add(f"entered by {here.rank}", 1)  # a process can be in one group after the other
+    if env.local_world_size == env.world_size and sys.platform == "linux":
+        # All ranks are on this machine, so let gloo listen where no other machine can connect.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = _connect_to_store(env, timeout)
+    # A program can use process_group several times. Each group needs its own keys in the store.
+    count = store.add(f"groups of {env.rank}", 1)
+    exit_request = None
     try:
-        chosen = _device(device, here)
+        chosen = _select_device(device, env)
+        cuda = chosen.type == "cuda"
         dist.init_process_group(
-            "nccl" if chosen.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"group {entered}", store),
-            rank=here.rank,
-            world_size=here.size,
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore(f"group {count}", store),
+            rank=env.rank,
+            world_size=env.world_size,
             timeout=timedelta(seconds=timeout),
-            device_id=chosen if chosen.type == "cuda" else None,  # bound: the communicator starts at once
+            device_id=chosen if cuda else None,  # With a device, NCCL connects now.
         )
-        yield World(here.rank, here.local_rank, here.size, here.local_size, chosen)
+        try:
+            yield World(*env[:4], chosen)
+        except SystemExit as error:
+            if error.code:
+                raise
+            exit_request = error
         dist.destroy_process_group()
     except Exception as error:
-        _fail(error, here, failures, timeout)
+        _choose_reporter(error, env, store, timeout)
         raise
-    with suppress(dist.DistError):  # whoever serves the store may be gone already
-        if here.served:
-            failures.set(f"left {here.rank}", "")
-    # DDP keeps the group's threads. One that lets go of a Python object while Python shuts down aborts the process
-    # ("terminate called without an active exception", torch 2.13), so leave them the GIL for a moment.
+    # DDP keeps the threads of the group alive. If such a thread releases a Python object while
+    # Python shuts down, the process aborts: "terminate called without an active exception" (torch
+    # 2.13). So give the threads time to finish.
     time.sleep(0.1)
+    if exit_request:
+        raise exit_request
 
 
-def _device(name: str, here: Place) -> torch.device:
-    """The device of this rank, made the current one; a CPU's cores are shared out among the machine's ranks."""
-    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available() and here.size == 1, "cpu": True}
+def _select_device(name: str, env: LaunchEnv) -> torch.device:
+    """Return the device of this rank. Make a GPU the current device; set the threads for a CPU."""
+    mps = torch.backends.mps.is_available() and env.world_size == 1
+    kinds = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]  # The best is first.
     if name == "auto":
-        name = next(kind for kind in have if have[kind])
-    if not have.get(name):
-        raise ValueError(f"device {name!r} cannot be had here; there is {', '.join(k for k in have if have[k])}")
+        name = kinds[0]
+    if name not in kinds:
+        raise ValueError(f"device {name!r} is not available; available: {', '.join(kinds)}")
     if name == "cpu":
-        torch.set_num_threads(max(1, cores() // here.local_size))
-        _keep_memory()
-    if name != "cuda":
-        return torch.device(name)
-    # srun can show each of its tasks one GPU alone
-    index = 0 if torch.cuda.device_count() == 1 and "SLURM_STEP_GPUS" in os.environ else here.local_rank
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"{here.local_size} ranks on this machine, but {torch.cuda.device_count()} GPUs: start fewer")
-    torch.cuda.set_device(index)  # before the group starts: NCCL takes the current device
-    return torch.device("cuda", index)
+        torch.set_num_threads(max(1, available_cpus() // env.local_world_size))
+        _keep_freed_memory()
+    elif name == "cuda":
+        if env.local_rank >= torch.cuda.device_count():
+            raise ValueError(f"local rank {env.local_rank} has no GPU: start one rank per GPU")
+        name = f"cuda:{env.local_rank}"
+        torch.cuda.set_device(name)  # NCCL uses the current device when the group starts.
+    return torch.device(name)
 
 
-def _keep_memory() -> None:
-    """Have glibc keep what is freed: to ask the system for each activation's pages anew takes up to a fifth of a step."""
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory for the next allocation.
+
+    Otherwise glibc returns the memory of activations to the system and requests it again in the
+    next step, which takes up to 20 % of a step on a CPU.
+    """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-3, 1 << 27)  # M_MMAP_THRESHOLD: smaller ones come from the heap,
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: which does not shrink
+        libc.mallopt(-3, 1 << 27)  # M_MMAP_THRESHOLD: blocks below 128 MiB come from the heap,
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: and the heap does not shrink.
 
 
-def cores() -> int:
-    """How many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
+    """Return how many CPUs this process may use, at least 1.
+
+    This is the number of CPUs in the process's CPU affinity (taskset and SLURM set it), or the CPU
+    quota of the container if that is lower. A quota of 2.5 CPUs counts as 2. The quota is read
+    from the files of cgroup version 2 or version 1 in the folder `cgroup`.
+    """
+    # macOS and Windows have no CPU affinity.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        # OSError: no such file. ValueError: version 2 writes "max" if there is no quota.
+        with suppress(OSError, ValueError):
+            text = " ".join(Path(cgroup, name).read_text() for name in names)
+            quota, period = map(int, text.split())
+            if quota > 0:  # Version 1 writes -1 if there is no quota. The unit is microseconds.
+                cpus = min(cpus, max(1, quota // period))
+    return cpus
 
 
-def _store(here: Place, timeout: float) -> dist.Store:
-    """What all ranks share, without what an earlier start of theirs has left in it."""
-    serve = here.rank == 0 and not here.served
-    outlives = here.served and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent, which restarts its workers
-    limit = timedelta(seconds=timeout)
+def _connect_to_store(env: LaunchEnv, timeout: float) -> dist.Store:
+    """Connect to the store of all ranks. All ranks must call this function.
+
+    The result has a key prefix of its own, so keys from an earlier start of the ranks do not
+    disturb. Raises ConnectionError if not all ranks connect within `timeout` seconds.
+    """
     try:
-        store = dist.TCPStore(here.address, here.port, here.size, serve, limit, multi_tenant=True)
-        return dist.PrefixStore(_meet(store, here, timeout) if outlives else "0", store)
+        store = dist.TCPStore(
+            env.master_addr,
+            env.master_port,
+            env.world_size,
+            env.rank == 0 and not env.agent_store,  # whether this process serves the store
+            timedelta(seconds=timeout),
+            multi_tenant=True,
+        )
+        # A torchrun agent keeps its store, with all keys, when it restarts its workers.
+        restarts = "TORCHELASTIC_RUN_ID" in os.environ
+        return dist.PrefixStore(_agree_on_run_id(store, env, timeout) if restarts else "0", store)
     except dist.DistError as error:
-        where = f"{here.address}:{here.port}"
-        raise ConnectionError(f"rank {here.rank}: not all {here.size} ranks met at {where} ({error})") from error
+        raise ConnectionError(
+            f"rank {env.rank}: not all {env.world_size} ranks connected to "
+            f"{env.master_addr}:{env.master_port} ({error})"
+        ) from error
 
 
-def _meet(store: dist.Store, here: Place, timeout: float) -> str:
-    """A name for this start of the ranks, new each time, from rank 0.
+def _agree_on_run_id(store: dist.Store, env: LaunchEnv, timeout: float) -> str:
+    """Return an id that is the same on all ranks and new for each start of the ranks.
 
-    TORCHELASTIC_RESTART_COUNT is none: every agent counts its own (pytorch issues 108158 and 135712). So each rank
-    asks under a name that nobody had before, and rank 0 answers whoever asks until all have their answer.
+    All ranks must call this function. Rank 0 chooses the id, and each other rank asks for it: the
+    rank writes a request with a random name and waits for the reply under this name. The request
+    that rank 0 finds may be an old one, from before a restart. So rank 0 replies again until each
+    rank confirms.
+
+    torchrun's TORCHELASTIC_RESTART_COUNT is not such an id, because each machine's torchrun has
+    its own count (PyTorch issues 108158 and 135712).
     """
     name, end = uuid.uuid4().hex, time.monotonic() + timeout
-    if here.rank:
-        store.set(f"asks {here.rank}", name)
-        name = store.get(f"answer {name}").decode()
-        store.set(f"{name}/met {here.rank}", "")
-        return name
-    while missing := [rank for rank in range(1, here.size) if not store.check([f"{name}/met {rank}"])]:
-        if time.monotonic() > end:
-            raise ConnectionError(f"no answer from rank {', '.join(map(str, missing))} (timed out after {timeout:g} s)")
-        for rank in missing:
-            if store.check([f"asks {rank}"]):  # perhaps long ago
-                store.set(f"answer {store.get(f'asks {rank}').decode()}", name)
-        time.sleep(0.02)
+    if env.rank:
+        store.set(f"request {env.rank}", name)
+        run_id = store.get(f"reply to {name}").decode()
+        store.set(f"{run_id} confirmed {env.rank}", "")
+        return run_id
+    for rank in range(1, env.world_size):
+        while not store.check([f"{name} confirmed {rank}"]):
+            if time.monotonic() > end:
+                raise ConnectionError(f"no answer from rank {rank} (timed out after {timeout:g} s)")
+            request = store.get(f"request {rank}").decode()
+            store.set(f"reply to {request}", name)
+            time.sleep(0.02)
     return name
 
 
-def _fail(error: Exception, here: Place, failures: dist.Store, timeout: float) -> None:
-    """Return on the rank that failed first; SystemExit on the others; ConnectionError names who is missing."""
-    lost = _lost(error, timeout)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename != __file__]
-    at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the start"
-    first, lines, silent = _within(6, partial(_compare, at, bool(lost), here, failures)) or (True, {}, [0])
-    if not first:
-        raise SystemExit(getattr(error, "exit_code", 1))  # click's errors have one
-    if lost and silent:
-        raise ConnectionError(f"no answer from rank {', '.join(map(str, silent))} ({lost})") from error
-    if lost and len({*lines.values()}) > 1:
-        waiting = ", ".join(f"rank {rank} at {line}" for rank, line in lines.items())
-        raise ConnectionError(f"the ranks wait for one another, {waiting} ({lost})") from error
+# --- failure of a rank ---
 
 
-def _compare(at: str, lost: bool, here: Place, failures: dist.Store) -> tuple[bool, dict[int, str], list[int]]:
-    """-> (whether nobody has reported yet, where each rank that failed was, who says nothing)."""
+def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store, timeout: float) -> None:
+    """Return if this rank must raise `error` itself; else raise what process_group documents.
+
+    Each rank that fails calls this function. It waits for the others 1 second, or 6 at most.
+    """
+    reason = ""
+    # torch.distributed raises Dist...Error, but gloo raises a bare RuntimeError with these texts.
+    lost = "^Dist|gloo|Connection (closed|reset)|Application timeout caused pair closure"
+    if isinstance(error, RuntimeError) and re.search(lost, repr(error)):
+        reason = "connection closed"
+        if re.search("(?i)timed? ?out", str(error)):
+            reason = f"timed out after {timeout:g} s"
+    line = "the start"
+    for frame in traceback.extract_tb(error.__traceback__):
+        if "-packages/torch/" not in frame.filename and frame.filename != __file__:
+            line = f"{Path(frame.filename).name}:{frame.lineno}"
+
+    def exchange_lines() -> list[str]:
+        store.set(f"{env.rank}", line)
+        if reason:
+            time.sleep(1)  # Another rank has the cause of this error. Let that rank report first.
+        if store.add("reported", 1) > 1:
+            raise SystemExit(getattr(error, "exit_code", 1))
+        keys = [f"{rank}" for rank in range(env.world_size)]
+        return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+
     try:
-        failures.set_timeout(timedelta(seconds=5))
-        failures.set(f"{here.rank}", at)
-        if lost:
-            time.sleep(1)  # it is a consequence: whoever knows the cause, a rank or the launcher, speaks first
-        first = failures.add("reported", 1) == 1
-        lines = {r: failures.get(f"{r}").decode() for r in range(here.size) if failures.check([f"{r}"])}
-        silent = [rank for rank in range(here.size) if rank not in lines]
-        silent = [rank for rank in silent if failures.check([f"left {rank}"])] or silent  # others may still wait for it
-        return first, lines, silent
-    except dist.DistError:
-        return True, {}, [0]  # no store: rank 0, which served it, is gone
+        # If the network is down, a request to the store never returns. So wait 6 seconds at most.
+        lines = _in_thread(exchange_lines).result(6)
+    except (dist.DistError, futures.TimeoutError):
+        lines = [""]  # The store does not answer, so the machine of rank 0 is lost.
+    silent = [f"{rank}" for rank, line in enumerate(lines) if not line]
+    if reason and silent:
+        raise ConnectionError(f"no answer from rank {', '.join(silent)} ({reason})") from error
+    if reason and len({*lines}) > 1:
+        waiting = ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
+        raise ConnectionError(f"the ranks wait for one another, {waiting} ({reason})") from error
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """What `call` returns, or None if it takes longer: over a link that is cut the store waits without a limit."""
-    outcome: list[T] = []
-    thread = threading.Thread(target=lambda: outcome.append(call()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return outcome[0] if outcome else None
+def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
+    """Start call() in a new thread and return a future of its result.
+
+    The thread is a daemon: unlike a thread of ThreadPoolExecutor, it does not delay the process's
+    end.
+    """
+    future = futures.Future[T]()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
-def _lost(error: Exception, timeout: float) -> str:
-    """In what way this error says that another rank was lost; "" if it is about something else."""
-    text = str(error)
-    gloos = "gloo|Connection (closed|reset)|Application timeout caused pair closure"  # bare RuntimeErrors, all of them
-    if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and re.search(gloos, text)):
-        return ""
-    if re.search("timed? ?out", text, re.IGNORECASE):
-        return f"timed out after {timeout:g} s"
-    return "connection closed" if re.search("closed|reset|broken", text, re.IGNORECASE) else text.splitlines()[0]
-
-
-# --------------------------------------------------------------------------------------------------- agree
+# --- functions that all ranks call together ---
 
 
 def replicate(
-    model: nn.Module,
-    world: World,
-    strategy: str = "ddp",
-    *,
-    parts: Sequence[nn.Module] = (),
-    sync_batchnorm: bool = False,
-    compress: bool = False,
-    **more: Any,
+    model: nn.Module, world: World, *, sync_batchnorm: bool = False, **ddp: Any
 ) -> nn.Module:
-    """`model` on this rank's device, to be trained by all ranks, with rank 0's weights; itself for one process.
+    """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
-    strategy: what each of W ranks holds between steps. "ddp": everything (DistributedDataParallel). "zero" and "fsdp":
-        1/W of the parameters, the gradients and the optimizer's state (FSDP2). Within a step "zero" gathers the
-        parameters once, which together with the gradients is no more traffic than "ddp" has; "fsdp" does so part by
-        part in each pass anew, and never holds more than one, but for the copies that autocast makes: autograd keeps
-        them. Optimizers are made after this: parameters are replaced.
-    parts: the submodules to gather one by one, without a parameter in common; the rest of the model is one more.
-    compress: under "ddp", gradients travel, and are added up, as bfloat16: half the bytes for a slow network, of 24 bits
-        of a gradient 8.
+    All ranks must call this function, with the same architecture; all get the weights of rank 0. A
+    single process gets `model` itself, not wrapped. A wrapped model has the original model as its
+    attribute `module`, and the names in its state dict start with "module.".
 
-    `more` goes to DistributedDataParallel or fully_shard: static_graph=True holds for a model that runs the same way at
-    every step. Buffers, but for sync_batchnorm's, are each rank's own except under "ddp".
+    sync_batchnorm: replace BatchNorm layers by SyncBatchNorm layers, which compute their
+        statistics over the batches of all ranks. With several ranks, they need CUDA.
+    ddp: further arguments of DistributedDataParallel, for example static_graph=True for a model
+        whose graph is the same in each step. A single process ignores them.
     """
-    if strategy not in ("ddp", "zero", "fsdp"):
-        raise ValueError(f"strategy {strategy!r} is not one of ddp, zero, fsdp")
-    if compress and strategy != "ddp":
-        raise ValueError(f"compress is for strategy 'ddp' alone, not {strategy!r}")
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(world.device)
     if world.size == 1:
-        return model.to(world.device)
-    if strategy != "ddp":
-        return _shard_(model, world, parts, keep=strategy == "zero", **more)
-    replica = nn.parallel.DistributedDataParallel(
-        model.to(world.device),
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # they live in the buckets that are sent, so nothing is copied
-        **more,
+        return model
+    return nn.parallel.DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,  # Gradients are views of what DDP sends: no copies.
+        **ddp,
     )
-    if compress:
-        replica.register_comm_hook(None, _compressed)
-    return replica
-
-
-def _compressed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's own hook; under its own name DDP refuses it for gloo, which can add up bfloat16 as NCCL does."""
-    return bf16_compress_hook(group, bucket)
-
-
-def _shard_(model: nn.Module, world: World, parts: Sequence[nn.Module], keep: bool, **fsdp: Any) -> nn.Module:
-    """FSDP2, moved to its device part by part, so that no more than one part has to be whole there.
-
-    With `keep` in ZeroRedundancyOptimizer's place, which leaves weights and gradients whole on every rank, sends half
-    as much again as DDP does, and has its state where torch.distributed.checkpoint does not see it.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard  # half a second to import, so not at the top
-    from torch.distributed.tensor import DTensor
-
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    for part in [*parts, model]:
-        part.to(world.device)
-        for tensor in chain(part.parameters(), part.buffers()):
-            if not isinstance(tensor, DTensor):
-                dist.broadcast(tensor.detach(), 0)
-        fully_shard(part, mesh=mesh, reshard_after_forward=not keep, **fsdp)
-    if keep:
-        setattr(model, "no_sync", partial(_no_sync, model))  # as DistributedDataParallel has it
-    return model
-
-
-@contextmanager
-def _no_sync(model: Any) -> Iterator[None]:
-    """Backward passes add up gradients on this rank alone, and leave the parameters gathered for the next pass."""
-    model.set_requires_gradient_sync(False)
-    model.set_reshard_after_backward(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-        model.set_reshard_after_backward(True)
-
-
-def from_rank_zero(make: Callable[[], T], world: World) -> T:
-    """On every rank what `make()` returns on rank 0; its ValueError or OSError is raised on every rank too."""
-    if world.size == 1:
-        return make()
-    outcome: list[Any] = [None, None]
-    if world.rank == 0:
-        try:
-            outcome[0] = make()
-        except (ValueError, OSError) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome)
-    made, wrong = outcome
-    if wrong is not None:
-        raise wrong
-    return made  # type: ignore[no-any-return]
 
 
 def any_rank(flag: bool, world: World) -> bool:
-    """Whether `flag` is true on any rank. All have to call it."""
+    """Return whether `flag` is true on at least one rank. All ranks must call this function.
+
+    All ranks get the same answer. On CUDA this waits for the work that the GPU has queued.
+    """
     if world.size == 1:
         return flag
     flags = torch.tensor(float(flag), device=world.device)
@@ -400,112 +386,194 @@ def any_rank(flag: bool, world: World) -> bool:
     return bool(flags)
 
 
-# ---------------------------------------------------------------------------------------------------- stop
+def wait_together(call: Callable[[], T], world: World) -> T:
+    """Run call() on every rank, and wait until the calls of all ranks have ended.
+
+    All ranks must call this function, each with its own `call`. A rank gets the result or the
+    exception of its own call, after the calls of all ranks have ended. Use it for work that may
+    take longer than the timeout of process_group, such as reading from slow storage: here the
+    timeout does not apply. If a rank dies, the others fail as in any collective. If a call hangs,
+    all ranks wait for it.
+
+    The call runs in a second thread. It must not use torch.distributed. It must name its GPU
+    (world.device), because the current CUDA device of a new thread is GPU 0.
+    """
+    future = _in_thread(call)
+    # A rank that is ready waits in any_rank for the others, which come back every 0.1 seconds.
+    while any_rank(not future.done(), world):
+        futures.wait([future], timeout=0.1)
+    return future.result()
+
+
+def from_rank_zero(make: Callable[[], T], world: World) -> T:
+    """Run make() on rank 0 only, and return its result on all ranks.
+
+    All ranks must call this function. The result must be picklable. If make() raises ValueError or
+    OSError, all ranks raise it. Any other exception is raised on rank 0 only; then rank 0 fails,
+    and the other ranks end as process_group describes. With several ranks, make() runs in a second
+    thread and may take longer than the timeout of process_group; what `wait_together` says about
+    its calls applies.
+    """
+    if world.size == 1:
+        return make()
+    outcome: list[Any]
+    try:
+        outcome = [wait_together(make if world.rank == 0 else lambda: None, world)]
+    except (ValueError, OSError) as error:
+        outcome = [error]
+    dist.broadcast_object_list(outcome)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]  # type: ignore[no-any-return]
+
+
+# --- stop signals ---
 
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function: has SIGTERM, SIGINT or SIGUSR1 come? A second SIGINT ends the process at once.
+    """Catch SIGTERM, SIGINT (Ctrl-C) and SIGUSR1; yield a function that tells if one arrived.
 
-    A thread listens, since Python's own handlers wait for the main thread, which may be in a long call.
-    Signals that the caller had blocked until now are not lost. Only for the main thread.
+    The signals no longer interrupt the program. Call the yielded function once per step, together
+    with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
+    SIGINT ends the process at once with exit code 130, even during a long call into C++. A signal
+    that was blocked (signal.pthread_sigmask) before the `with` block is delivered now. The
+    previous handlers return when the block ends. Only the main thread can use this function.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    seen: list[int] = []
+    received = list[int]()
 
     def listen() -> None:
-        while got := reader.recv(1):
-            seen.extend(number for number in got if number in STOP_SIGNALS)
-            if seen.count(signal.SIGINT) > 1:
+        # Python runs signal handlers in the main thread, which may be busy in a long call into C++.
+        # But Python writes the number of each signal to `writer` at once, so this thread sees it.
+        while numbers := reader.recv(1):
+            received.extend(number for number in numbers if number in STOP_SIGNALS)
+            if received.count(signal.SIGINT) > 1:
                 os._exit(130)
 
-    threading.Thread(target=listen, daemon=True).start()
-    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    _in_thread(listen)
+    previous_fd = signal.set_wakeup_fd(writer.fileno())
     handlers = [signal.signal(number, lambda *_: None) for number in STOP_SIGNALS]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        yield lambda: bool(seen)
+        yield lambda: bool(received)
     finally:
         for number, handler in zip(STOP_SIGNALS, handlers):
-            signal.signal(number, handler or signal.SIG_DFL)  # None: what is not Python's own
-        signal.set_wakeup_fd(wakeup)
+            # The handler is None if it was not installed from Python. It cannot be restored.
+            signal.signal(number, handler or signal.SIG_DFL)
+        signal.set_wakeup_fd(previous_fd)
         writer.close()
 
 
-# --------------------------------------------------------------------------------------------------- spawn
+# --- starting several ranks on this machine ---
 
 
 def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
-    """Run fn(*args) as `size` ranks on this machine, as torchrun would; -> the exit code, 0 if all had 0.
+    """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
-    The parent serves the store, on a port that the system gives and only this machine can reach. It passes
-    a stop signal on; when a rank fails the others get 2 seconds and are then killed, and once one has ended well
-    those still in the group get `timeout` seconds. Children die with their parent (on Linux, even if it is killed).
-    ChildProcessError if a rank was killed by a signal, did not end, or ended with an exit code but no exception.
+    Each process is a rank and must use process_group. `fn` must be a function at the top level of
+    a module, and `args` must be picklable. Only the main thread can call spawn. The script needs
+    `if __name__ == "__main__":`, because each rank imports the script again.
+
+    The exit code is 0 if all ranks end with 0, else the code of the first rank that failed (1 if a
+    signal killed it). A rank prints the traceback of its exception and ends with 1. When a rank
+    fails, the others get 2 seconds to end and are then killed. When this process gets a stop
+    signal, it sends SIGTERM to all ranks and continues to wait. If this process dies, its ranks
+    are killed (on Linux).
+
+    timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
+        they are killed. Without this, a rank that hangs keeps this process waiting.
+
+    ChildProcessError, in one line for the user, is raised if no rank has reported an error and
+    - a signal killed a rank,
+    - a rank did not end within `timeout`, or
+    - a rank ended with an exit code that is neither 0 nor the same for all ranks.
     """
+    # The system chooses a free port. Only this machine can connect to 127.0.0.1.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    with stop_signals() as asked:
-        resource_tracker.ensure_running()  # now, as it unblocks signals on its way
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited: a stop is kept until a child can hear it
+    store = dist.TCPStore("127.0.0.1", port, None, True, master_listen_fd=listener.detach())
+    with stop_signals() as stop_requested:
+        # The ranks inherit the blocked signals. So a stop signal that arrives while a rank imports
+        # torch waits until this rank calls stop_signals. The resource tracker of multiprocessing
+        # unblocks signals when it starts, so start it before.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            children = mp.spawn(_child, (os.getpid(), port, size, fn, args), size, join=False).processes
+            context = mp.spawn(_run_rank, (os.getpid(), port, size, fn, *args), size, join=False)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        code, unsaid = _watch(children, asked, timeout, dist.PrefixStore("0/failure", store))
-    if unsaid:
-        raise ChildProcessError(unsaid)
-    return code
+        return _wait_for_ranks(context.processes, stop_requested, timeout, store)
 
 
-def _watch(children: list[Any], asked: Callable[[], bool], timeout: float, failures: dist.Store) -> tuple[int, str]:
-    """Until all have ended; -> (exit code of the first that failed, what of it nobody else has said)."""
-    code, unsaid, told, deadline = 0, "", False, math.inf
+def _wait_for_ranks(
+    ranks: list[Any], stop_requested: Callable[[], bool], timeout: float, store: dist.Store
+) -> int:
+    """Wait until all ranks have ended, and do what the docstring of `spawn` says.
+
+    torch's ProcessContext.join(grace_period=...) cannot do this. It does not notice a rank that
+    hangs after another rank has ended with 0. It returns after the grace period, when other ranks
+    have already reported the failure that a killed rank caused. And it prints warnings.
+    """
+    to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
     while True:
-        codes = [child.exitcode for child in children]  # one look a round: all is decided on it
-        running = [child for child, ended in zip(children, codes) if ended is None]
+        now = time.monotonic()
+        codes = [rank.exitcode for rank in ranks]
         if not code and any(codes):
-            rank, code = next((rank, ended) for rank, ended in enumerate(codes) if ended)
-            deadline = time.monotonic() + (2 if code > 0 else 0)
-            in_order = code > 0 and failures.check([f"left {rank}"])  # and has said so itself
-            if not in_order and failures.add("reported", 1) == 1:
-                how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-                unsaid = f"rank {rank} {how}"
-        elif 0 in codes and deadline == math.inf:
-            deadline = time.monotonic() + timeout
-        if not running:
-            agreed = code > 0 and codes.count(code) == len(codes)
-            return (1 if code < 0 else code), ("" if agreed else unsaid)
-        if asked() and not told:
-            told = True
-            for child in running:
-                child.terminate()
-        if not code and time.monotonic() >= deadline:  # one that has left the group may take its time
-            late = [r for r, ended in enumerate(codes) if ended is None and not failures.check([f"left {r}"])]
-            if late:
-                code, unsaid = 1, f"rank {late[0]} did not end, {timeout:g} s after another had"
-        if code and time.monotonic() >= deadline:
-            for child in running:
-                child.kill()
-        wait([child.sentinel for child in running], timeout=0.1)
+            code = next(filter(None, codes))
+            how = f"ended with exit code {code}"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            if store.add("0/reported", 1) == 1:  # "0" is the prefix that _connect_to_store uses.
+                problem = f"rank {codes.index(code)} {how}"
+            deadline = now + 2
+        if None not in codes:
+            break
+        if 0 in codes:
+            deadline = min(deadline, now + timeout)
+        if now >= deadline:
+            if not code:
+                code = 1
+                problem = f"rank {codes.index(None)} did not end, {timeout:g} s after another had"
+            for rank in ranks:
+                rank.kill()
+        while to_stop and stop_requested():
+            to_stop.pop().terminate()  # Once per rank: later the rank may no longer catch SIGTERM.
+        time.sleep(0.02)
+    # If all ranks end with the same code, such as 3 for "stopped", the program chose this code.
+    if problem and (code < 0 or {*codes} != {code}):
+        raise ChildProcessError(problem)
+    return 1 if code < 0 else code
 
 
-def _child(rank: int, parent: int, port: int, size: int, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    _die_with(parent)
-    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}", TORCHELASTIC_USE_AGENT_STORE="True")
+def _run_rank(
+    rank: int, parent: int, port: int, size: int, fn: Callable[..., None], *args: Any
+) -> None:
+    """Run fn(*args) with the variables that torchrun would set, and print its exception."""
+    _die_with_parent(parent)
+    os.environ.update(
+        RANK=f"{rank}",
+        LOCAL_RANK=f"{rank}",
+        WORLD_SIZE=f"{size}",
+        LOCAL_WORLD_SIZE=f"{size}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=f"{port}",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
     try:
         fn(*args)
-    except Exception:  # only the first rank to fail comes here with one
-        print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+    except Exception:
+        print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr)
         sys.exit(1)
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the process that started this one ends, on Linux; end at once if it already has."""
+def _die_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent process ends (Linux only).
+
+    parent: id of the parent process. If it has ended already, this process exits at once.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG.
     if os.getppid() != parent:
         os._exit(1)

@@ -1,20 +1,26 @@
-"""The model: build, loss, parameter groups, FLOPs, sample. Plain PyTorch; knows nothing of ranks.
+"""Build a GPT language model, compute its loss, and sample from it.
 
     model = build(Config(vocab=65, block_size=256, layers=6, heads=6, embd=384), seed=0)
-    loss_sum, count = loss(model, (x, y))          # x, y (B, T) int64
-    for token in islice(sample(model, prompt), 100): ...
+    loss_sum, count = loss(model, (x, y))  # x and y: (B, T) int64
+    for token in islice(sample(model, prompt), 100):
+        print(token)
 
-`arch="gpt2"` is GPT-2 (Radford et al., 2019) exactly; `arch="modern"` has rotary positions (Su et al., 2021),
-RMS norm without weights (Zhang and Sennrich, 2019), normalised queries and keys (Henry et al., 2020), squared
-ReLU (So et al., 2021), no biases, a head of its own, and residual branches that begin at zero.
+There are two architectures. `arch="gpt2"` is exactly GPT-2 (Radford et al., 2019). `arch="modern"`
+has rotary positions (Su et al., 2021), RMS norm without weights (Zhang and Sennrich, 2019),
+normalised queries and keys (Henry et al., 2020), squared ReLU (So et al., 2021), no biases, and an
+output layer that does not share its weights with the embedding. At initialisation its residual
+branches output zero.
 
-Shapes: B batch, T time, C = embd, H heads, D = C / H, V vocabulary.
+This file contains plain PyTorch. No function here communicates with other ranks.
+
+Letters in shapes: B sequences in a batch, T tokens in a sequence, C = embd, H heads, D = C / H,
+V tokens in the vocabulary.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,137 +29,144 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Config(NamedTuple):
-    """What a model's shapes follow from. Saved with its weights."""
+    """Holds everything that determines the shapes of a model. It is saved with the weights."""
 
-    vocab: int
-    block_size: int
+    vocab: int  # number of different tokens
+    block_size: int  # most tokens that the model attends to
     layers: int
     heads: int
-    embd: int
-    dropout: float = 0.0
-    arch: str = "modern"
+    embd: int  # width of the residual stream; a multiple of heads
+    dropout: float = 0.0  # probability, at least 0 and below 1
+    arch: str = "modern"  # a key of ARCHS
 
 
 class Arch(NamedTuple):
-    """What tells one architecture from another, as data."""
+    """Describes in which respects an architecture differs from the others."""
 
-    norm: Callable[[int], Callable[[Tensor], Tensor]]  # width -> the function or module that normalises over it
-    activation: Callable[[Tensor], Tensor]
-    place: Callable[[Tensor, Tensor], Tensor]  # q and k (2, B, H, T, D), turns (2, T, D / 2) -> (2, B, H, T, D)
-    bias: bool
-    learned_positions: bool
-    tied_head: bool
-    branch_std: Callable[[Config], float]  # initial weights of the layers that add to the residual stream
+    norm: Callable[[int], Callable[[Tensor], Tensor]]  # width -> function or module
+    activation: Callable[[Tensor], Tensor]  # of the feed-forward layer
+    rotary: bool  # True: rotary positions, normalised queries and keys. False: learned positions
+    bias: bool  # linear layers in the blocks have a bias
+    tied_head: bool  # the output layer uses the weights of the embedding
+    branch_std: Callable[[Config], float]  # initial std of the layers before a residual addition
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """(..., C) -> the same, scaled to a root mean square of 1 over C; in x's own type, which autocast's would not be."""
+    """Divide x (..., C) by its root mean square over C. Autocast does not change its dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return x * (norm.square() / x.shape[-1] + 1e-6).rsqrt().to(x.dtype)
 
 
-def _rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Normalise (..., T, D) over D and turn each pair (i, i + D / 2) by its angle, given as (cos, sin)."""
-    cos, sin = turns
-    a, b = rms_norm(x).chunk(2, dim=-1)
-    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), dim=-1)
+def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
+    """Compute the cosines and sines of the rotary angles for the positions start, ..., start +
+    count - 1.
 
-
-def _turns(start: int, count: int, half: int, like: Tensor) -> Tensor:
-    """(2, count, half): cosine and sine of the rotary angles, from 1 radian a token down to 1 / 10000."""
+    half: D / 2, the number of rotated pairs. Pair i turns by 10000 ** (-i / half) radians per
+        position. Returns (2, count, half) with the dtype and device of `like`: index 0 is the
+        cosine, index 1 the sine.
+    """
     rates = 10000.0 ** (-torch.arange(half, device=like.device) / half)
     angles = torch.outer(torch.arange(start, start + count, device=like.device), rates)
     return torch.stack((angles.cos(), angles.sin())).to(like.dtype)
+
+
+def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate each pair (i, i + D / 2) of x (..., T, D) by the angles of cos_sin (2, T, D / 2), see
+    `rope`.
+    """
+    cos, sin = cos_sin
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
 
 
 ARCHS = {
     "gpt2": Arch(
         norm=nn.LayerNorm,
         activation=partial(F.gelu, approximate="tanh"),
-        place=lambda x, turns: x,
+        rotary=False,
         bias=True,
-        learned_positions=True,
         tied_head=True,
-        branch_std=lambda c: 0.02 / math.sqrt(2 * c.layers),
+        branch_std=lambda config: 0.02 / math.sqrt(2 * config.layers),
     ),
     "modern": Arch(
         norm=lambda width: rms_norm,
         activation=lambda x: F.relu(x).square(),
-        place=_rotate,
+        rotary=True,
         bias=False,
-        learned_positions=False,
         tied_head=False,
-        branch_std=lambda c: 0.0,
+        branch_std=lambda config: 0.0,
     ),
 }
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """q (B, H, T, D), k and v (B, H, S, D), the queries being the last T of S positions -> (B, H, T, D).
+    """Compute causal attention of the queries of the last T positions to all S positions (T <= S).
 
-    Written out for short windows in bfloat16 on a CPU, where the fused kernel's backward pass takes up to ten times
-    as long (torch 2.13).
+    q: (B, H, T, D). k and v: (B, H, S, D). Returns (B, H, T, D).
+    dropout: probability for the attention weights. It is always applied: pass 0.0 in evaluation.
     """
     (B, H, T, D), S = q.shape, k.shape[-2]
+    # For short sequences in bfloat16 on a CPU, the backward pass of the fused kernel takes up to
+    # ten times as long as the code below (torch 2.13).
     slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= 512
     if T in (1, S) and not slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
-    future = torch.full((T, S), -math.inf, dtype=q.dtype, device=q.device).triu(S - T + 1)
-    weights = torch.baddbmm(future, q, k.transpose(1, 2), alpha=D**-0.5).softmax(dim=-1)  # scaled and masked on the way
-    weights = F.dropout(weights, dropout) if dropout else weights
-    return (weights @ v).view(B, H, T, D)
+    mask = q.new_full((T, S), -math.inf).triu(S - T + 1)
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=D**-0.5)  # mask + q @ k.T / sqrt(D)
+    return (F.dropout(scores.softmax(dim=-1), dropout) @ v).view(B, H, T, D)
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens seen so far, for one layer."""
+    """Holds one layer's keys and values of the tokens that were already processed (KV cache)."""
 
     keys: Tensor  # (B, H, block_size, D)
     values: Tensor  # (B, H, block_size, D)
 
 
 class Block(nn.Module):
-    """x (B, T, C) -> (B, T, C): attention, then a feed-forward layer, each added to what came in."""
+    """One transformer layer: x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         arch, width = ARCHS[config.arch], config.embd
         self.heads, self.dropout = config.heads, config.dropout
-        self.place, self.activation = arch.place, arch.activation
+        self.activation, self.rotary = arch.activation, arch.rotary
         self.norm1, self.norm2 = arch.norm(width), arch.norm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=arch.bias)
-        self.out = nn.Linear(width, width, bias=arch.bias)
-        self.up = nn.Linear(width, 4 * width, bias=arch.bias)
-        self.down = nn.Linear(4 * width, width, bias=arch.bias)
+        linear = partial(nn.Linear, bias=arch.bias)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
-    def forward(self, x: Tensor, turns: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
-        x = x + self._drop(self.out(self._attend(self.norm1(x), turns, cache, start)))
-        return x + self._drop(self.down(self.activation(self.up(self.norm2(x)))))
-
-    def _attend(self, x: Tensor, turns: Tensor, cache: Cache | None, start: int) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, cache: Cache | None = None, start: int = 0
+    ) -> Tensor:
+        """Map x (B, T, C) to (B, T, C). GPT.forward explains `cache` and `start`."""
         B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
-        (q, k), v = self.place(qkv[:2], turns), qkv[2]
+        qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
+        qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+        qk, v = qkv[:2], qkv[2]
+        q, k = apply_rope(rms_norm(qk), cos_sin) if self.rotary else qk
         if cache is not None:
-            cache.keys[:, :, start : start + T], cache.values[:, :, start : start + T] = k, v
-            k, v = cache.keys[:, :, : start + T], cache.values[:, :, : start + T]
+            end = start + T
+            cache.keys[:, :, start:end], cache.values[:, :, start:end] = k, v
+            k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
         y = attention(q, k, v, self.dropout if self.training else 0.0)
-        return y.transpose(1, 2).reshape(B, T, C)
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        y = self.out(y.transpose(1, 2).flatten(2))
+        x = x + F.dropout(y, self.dropout, self.training)
+        y = self.down(self.activation(self.up(self.norm2(x))))
+        return x + F.dropout(y, self.dropout, self.training)
 
 
 class GPT(nn.Module):
-    """tokens (B, T) int64 -> logits (B, T, V); with targets (B, T) int64 -> the sum of the losses, in nats."""
+    """A decoder-only transformer. Use `build` to make one with initialised weights."""
 
     def __init__(self, config: Config, checkpoint_activations: bool = False) -> None:
         super().__init__()
         arch = ARCHS[config.arch]
         self.config, self.checkpoint_activations = config, checkpoint_activations
         self.embedding = nn.Embedding(config.vocab, config.embd)
-        self.positions = nn.Embedding(config.block_size, config.embd) if arch.learned_positions else None
+        self.positions = None if arch.rotary else nn.Embedding(config.block_size, config.embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = arch.norm(config.embd)
         self.head = nn.Linear(config.embd, config.vocab, bias=False)
@@ -161,48 +174,76 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, caches: list[Cache] | None = None, start: int = 0
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        caches: list[Cache] | None = None,
+        start: int = 0,
     ) -> Tensor:
-        T = tokens.shape[1]
+        """Compute the logits (B, T, V), or, if targets are given, the sum of the token losses.
+
+        tokens, targets: (B, T) int64. The sum is a float32 scalar in nats. A token attends to
+            itself and to the tokens before it.
+        caches: one Cache per layer, for sampling only. The keys and values of these tokens are
+            written to the positions start, ..., start + T - 1, and the tokens attend to all
+            positions up to their own.
+        start: position of the first token. start + T must be at most block_size if there are
+            caches, or if the positions are learned.
+        """
+        T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[start : start + T]
-        x = F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
-        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream too: half the traffic
-        turns = _turns(start, T, self.config.embd // self.config.heads // 2, x)
+        x = F.dropout(x, self.config.dropout, self.training)
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+            # Autocast would keep the residual stream in float32, with twice the memory traffic.
+            x = x.bfloat16()
+        cos_sin = rope(start, T, self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
             if self.checkpoint_activations and self.training:
-                x = checkpoint(block, x, turns, use_reentrant=False)
+                x = checkpoint(block, x, cos_sin, use_reentrant=False)
             else:
-                x = block(x, turns, caches[i] if caches else None, start)
+                x = block(x, cos_sin, caches[i] if caches else None, start)
         x = self.norm(x)
         if targets is None:
-            return cast(Tensor, self.head(x))
-        # a GPU's products are worth their weights' traffic from thousands of rows on; a CPU keeps 128 MiB at a time
-        return cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), 1 << (28 if x.is_cuda else 25))
+            logits: Tensor = self.head(x)
+            return logits
+        # 2**28 float32 logits are 1 GiB. A GPU needs thousands of rows at a time to be busy.
+        rows, limit = x.flatten(0, 1), 1 << (28 if x.is_cuda else 25)
+        return cross_entropy(rows, self.head.weight, targets.flatten(), limit)
 
 
-def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, logits: int = 1 << 25) -> Tensor:
-    """x (N, C), head (V, C), targets (N,) int64 -> () float32, the sum of the losses in nats.
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, logits: int) -> Tensor:
+    """Compute the sum over N rows of the cross-entropy, in nats, of the logits x @ weight.T.
 
-    No more than about `logits` float32 logits are there at a time: beyond that in parts, and what a part's gradient
-    needs is computed again when it is. (F.linear_cross_entropy of torch 2.13 would do, but adds up in bfloat16.)
+    x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
+    logits: about how many float32 logits may exist at a time. If N * V is more, the rows are
+        processed in parts, and the backward pass computes the logits of each part again.
+    (F.linear_cross_entropy of torch 2.13 saves memory too, but accumulates the sum in bfloat16.)
     """
 
     def part(x: Tensor, targets: Tensor) -> Tensor:
-        # a view, as autocast would keep one bfloat16 copy of the weight for all parts, and add up their gradients in it
-        return F.cross_entropy(F.linear(x, weight.view_as(weight)).float(), targets, reduction="sum")
+        # Autocast caches the bfloat16 copy of a leaf tensor, and would then accumulate the
+        # gradients of all parts in bfloat16. It does not cache the copy of a view.
+        logits = F.linear(x, weight.view_as(weight))
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
 
     rows = max(1, logits // len(weight))
     if len(x) <= rows:
         return part(x, targets)
     pairs = zip(x.split(rows), targets.split(rows))
-    return torch.stack([checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]).sum()
+    sums = [checkpoint(part, *p, use_reentrant=False, preserve_rng_state=False) for p in pairs]
+    return torch.stack(sums).sum()
 
 
 def build(config: Config, seed: int, checkpoint_activations: bool = False) -> GPT:
-    """A model with weights that depend on `config` and `seed` alone. ValueError for a config that cannot be."""
+    """Build a model with initial weights that depend only on `config` and `seed`, on the CPU.
+
+    The state of torch's global random generator does not change. ValueError if `config` is not
+    possible.
+    checkpoint_activations: keep only the input of each block in the forward pass and compute the
+        rest again in the backward pass. This saves memory and gives the same gradients.
+    """
     _check(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -212,7 +253,9 @@ def build(config: Config, seed: int, checkpoint_activations: bool = False) -> GP
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 2:
                 branch = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=ARCHS[config.arch].branch_std(config) if branch else 0.02)
+                nn.init.normal_(
+                    parameter, std=ARCHS[config.arch].branch_std(config) if branch else 0.02
+                )
     return model
 
 
@@ -224,40 +267,59 @@ def _check(config: Config) -> None:
             raise ValueError(f"{name} is {getattr(config, name)}; must be at least 1")
     if config.embd % config.heads:
         raise ValueError(f"embd {config.embd} is not divisible by heads {config.heads}")
-    if config.embd // config.heads % 2 and ARCHS[config.arch].place is _rotate:
-        raise ValueError(f"embd / heads is {config.embd // config.heads}; rotary positions need an even number")
+    width = config.embd // config.heads
+    if width % 2 and ARCHS[config.arch].rotary:
+        raise ValueError(f"embd / heads is {width}; rotary positions need an even number")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout is {config.dropout}; must be at least 0 and below 1")
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """(x, y), each (B, T) int64 -> (sum of the token losses in nats, how many tokens). DDP-wrapped or not."""
+    """Compute (sum of the token losses in nats, number of tokens) of a batch (x, y).
+
+    x: (B, T) int64 tokens. y: (B, T) int64, the token that follows each of x. `model` is a GPT, or
+        a wrapper of one, as DistributedDataParallel is.
+    """
     x, y = batch
     return model(x, y), y.numel()
 
 
 def compile_(model: GPT) -> None:
-    """Compile each block in place: one graph for all layers, no change of names, gradients ready block by block.
+    """Compile each block in place with torch.compile. The names of the parameters do not change.
 
-    For each shape anew: a graph for any shape would come with the second one, and from then on round, and draw dropout,
-    otherwise than before, so that a resumed run would not be the unbroken one.
+    All blocks share one graph. Blocks are compiled one by one, so that in the backward pass the
+    gradients of one block can be sent while those of the next are computed.
     """
     for block in model.blocks:
+        # With dynamic shapes, the second shape would replace the graph by a general one, which
+        # rounds and draws dropout differently. The result of a step would then depend on earlier
+        # shapes, and resume would not be exact.
         block.compile(dynamic=False)
 
 
-def groups(model: GPT) -> dict[str, list[nn.Parameter]]:
-    """The parameters by kind: "matrices" of the blocks, "embeddings" with the head, "vectors"."""
+def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
+    """Divide the parameters into three groups, so that each can have its own optimizer or weight
+    decay.
+
+    "matrices": the two-dimensional weights of the blocks. "embeddings": token and position
+    embeddings and the output layer. "vectors": biases and norm weights. A group can be empty. Each
+    parameter is in one group.
+    """
     kinds: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
     for name, parameter in model.named_parameters():
-        kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else "embeddings"
-        kinds[kind].append(parameter)
+        matrix = "matrices" if name.startswith("blocks.") else "embeddings"
+        kinds["vectors" if parameter.ndim < 2 else matrix].append(parameter)
     return kinds
 
 
 def flops_per_token(config: Config) -> int:
-    """Forward and backward of one token of a full window: 6 for each weight of a matrix that it meets, and
-    12 T C a layer for attention (Chowdhery et al., "PaLM", 2022, appendix B)."""
+    """Count the floating-point operations of forward and backward pass for one token of a full
+    sequence.
+
+    The formula counts 6 for each weight of a matrix that the token is multiplied with, and 12 * T *
+    C for the attention of each layer (Chowdhery et al., "PaLM", 2022, appendix B). Recomputed
+    activations do not count.
+    """
     matrices = 12 * config.layers * config.embd**2 + config.vocab * config.embd
     return 6 * matrices + 12 * config.layers * config.block_size * config.embd
 
@@ -272,16 +334,21 @@ def sample(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """prompt (T,) int64, T >= 1 -> one id after the other, without end.
+    """Generate one token after another, without end. ValueError if the prompt is empty.
 
-    Each token costs one position: keys and values are kept. A context that has grown to `block_size` tokens
-    is cut to its last half and read anew, so that no token is ever more than block_size - 1 away.
+    prompt: (T,) int64 on any device. Only its last block_size tokens are used.
+    temperature, top_k, top_p, generator: see sample_token.
+
+    Each token costs the computation of one position, because keys and values are cached. When the
+    context has more than block_size tokens, its last block_size // 2 tokens are processed again
+    from position 0, and the others are forgotten. The model is in evaluation mode while tokens are
+    generated; its mode is restored when the generator is closed or deleted.
     """
     if not len(prompt):
         raise ValueError("the prompt is empty; at least one token is needed")
     config, weight = model.config, model.embedding.weight
-    shape = (1, config.heads, config.block_size, config.embd // config.heads)
-    caches = [Cache(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in model.blocks]
+    shape = (2, 1, config.heads, config.block_size, config.embd // config.heads)
+    caches = [Cache(*weight.new_zeros(shape)) for _ in model.blocks]
     context, start = prompt[-config.block_size :].tolist(), 0
     training = model.training
     model.eval()
@@ -289,7 +356,7 @@ def sample(
         while True:
             tokens = torch.tensor([context[start:]], device=weight.device)
             logits = model(tokens, caches=caches, start=start)[0, -1]
-            context.append(choose(logits, temperature, top_k, top_p, generator))
+            context.append(sample_token(logits, temperature, top_k, top_p, generator))
             yield context[-1]
             start = len(context) - 1
             if len(context) > config.block_size:
@@ -298,14 +365,29 @@ def sample(
         model.train(training)
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> int:
-    """logits (V,) -> one id, drawn from the `top_k` likeliest (0: all) among the likeliest that together have
-    a probability of `top_p` (Holtzman et al., 2020); temperature 0 takes the likeliest."""
+def sample_token(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    generator: torch.Generator | None,
+) -> int:
+    """Draw one token from logits (V,).
+
+    temperature: the logits are divided by it. 0 returns the most likely token and draws nothing.
+    top_k: keep only the top_k most likely tokens; 0 keeps all.
+    top_p: of these, keep the smallest set of most likely tokens whose probabilities add up to at
+        least top_p (Holtzman et al., 2020); 1.0 keeps all. The most likely token is always kept.
+    generator: on the device of the logits. None: torch's global generator.
+    """
     if temperature == 0:
         return int(logits.argmax())
     ranked, ids = logits.float().sort(descending=True)
-    ranked = (ranked - ranked[0]) / max(temperature, 1e-30)  # the likeliest is at 0, however cold it is
+    # The largest logit becomes 0, so that a very small temperature cannot make it overflow.
+    ranked = (ranked - ranked[0]) / max(temperature, 1e-30)
     probabilities = ranked[: top_k or None].softmax(0)
-    likelier = probabilities.cumsum(0) - probabilities
+    likelier = (
+        probabilities.cumsum(0) - probabilities
+    )  # total probability of all more likely tokens
     probabilities[1:][likelier[1:] >= top_p] = 0
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

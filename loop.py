@@ -1,259 +1,258 @@
-"""One optimizer step, the loop around it, the evaluation. Any model, any optimizer, any loss.
+"""Train and evaluate any model with any loss and any optimizers, in one process or on many ranks.
 
-    def loss_fn(model, batch): x, y = batch; return F.mse_loss(model(x), y, reduction="sum"), len(x)
+    def loss_fn(model, batch):
+        x, y = batch
+        return F.mse_loss(model(x), y, reduction="sum"), len(x)
 
-    for step, report in train_(model, [optimizer], group(loader, accum=2, count=lambda b: len(b[0])), loss_fn):
-        if step % 10 == 0: print(step, float(report.loss))
-        if report.stop: break
+    steps = group_batches(loader, accum=2, count=lambda batch: len(batch[0]))
+    for step, report in train_(model, [optimizer], steps, loss_fn):
+        if step % 10 == 0:
+            print(step, float(report.loss))
+        if report.stop:
+            break
 
-The loss function returns a sum and the count of what was summed, never a mean: means of unequal parts do not
-average to the mean of the whole. Each rank back-propagates sum * world_size / count of the whole global batch,
-so that the average that DistributedDataParallel takes over the ranks is the exact mean gradient, however the
-batch was split. Without a process group everything here does the same for one process.
+The loss function returns a sum over a micro-batch and the count of its terms (rows, tokens), not a
+mean: if parts have different sizes, the mean of their means is not the mean of the whole. Each rank
+back-propagates sum * world_size / (count of the global batch, that is, of all micro-batches of all
+ranks in this step). DistributedDataParallel averages over the ranks, so the result is the exact
+mean gradient of the global batch, no matter how the batch was divided.
+
+Everything here also works without a process group. With one, all ranks must call the same functions
+in the same order, and their model must be wrapped in DistributedDataParallel.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from itertools import chain, islice, repeat
-from typing import Any, NamedTuple, cast
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, pairwise, repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
+# loss_fn(model, micro-batch on the model's device) -> (scalar sum, count of its terms)
 LossFn = Callable[[nn.Module, Any], tuple[Tensor, int]]
+# waits until the numbers of a tensor are on the host, and returns them
+Reader = Callable[[], list[float]]
 
 
-class Report(NamedTuple):
-    """What one optimizer step has to tell. Its tensors are on the device: float() of one waits for the step."""
+@dataclass(frozen=True)
+class Report:
+    """Holds the results of one optimizer step. They are equal on all ranks.
 
-    loss: Tensor  # () float64: exact mean over the global batch, before the update
-    grad_norm: Tensor  # () float32: global norm of the mean gradient, before clipping
-    lr: float  # of the first parameter group
-    counted: Tensor  # () float64: what the loss counted in the global batch: tokens, rows
-    skipped: Tensor  # () how many steps so far changed nothing, as their loss or gradient was not finite
-    stop: bool  # some rank asked to stop: all ranks see it after the same step
+    The tensors are scalars on the model's device. float(tensor) waits until the device has finished
+    the step, so convert them only in steps that you log.
+    """
+
+    loss: Tensor  # exact mean loss over the global batch, before the update
+    grad_norm: Tensor  # L2 norm of the mean gradient of the global batch, before clipping
+    lr: float  # learning rate of the first parameter group of the first optimizer
+    count: Tensor  # sum over all ranks of what the loss function counted in this step
+    skipped: Tensor  # steps skipped by this call of train_: loss or gradient was not finite
+    stop: bool  # some rank's stop() was true
 
 
-class Diverged(RuntimeError):
-    """Too many steps in a row had a loss or a gradient that was not finite."""
+class Diverged(FloatingPointError):
+    """Is raised if too many steps in a row had a loss or a gradient that was not finite."""
 
 
 def train_(
     model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
     steps: Iterable[tuple[list[Any], int]],
     loss_fn: LossFn,
     *,
     start: int = 0,
-    lr_at: Callable[[int], float] = lambda step: 1.0,
+    lr_at: Callable[[int], float] | None = None,
     clip: float = math.inf,
     dtype: torch.dtype = torch.float32,
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
     patience: int = 5,
+    sync_each: bool = False,
 ) -> Iterator[tuple[int, Report]]:
-    """Train on each of `steps`; after each, yield (optimizer steps done, its Report).
+    """Do one optimizer step for each item of `steps`; after each, yield (steps done, Report).
 
-    steps: (this rank's micro-batches, count of what all ranks' hold together). With a count of 0 this rank has
-        nothing to add at this step: its micro-batches are computed, as the others wait for it, and weigh 0.
-    lr_at: steps done -> the factor on each parameter group's peak rate (its "initial_lr", else its "lr").
-    clip: largest global norm of the mean gradient.
-    dtype: autocast to it. For float16 give a GradScaler, to be saved and restored with the rest.
-    stop: asked on every rank at every step; when it is true on any, report.stop is true on all.
+    All ranks must iterate over it together; like any generator, it does nothing before the first
+    next(). The first yielded number is start + 1. train_ calls model.train() once, at the start.
+    Gradients must be empty at the start. After each step they are deleted (set to None).
 
-    Randomness (dropout) follows from (seed, step, rank), so a resumed run draws what an unbroken one would.
-    A step whose loss or gradient is not finite changes nothing; `patience` of them in a row raise Diverged.
-    On CUDA nothing here waits for the device but for what was queued a step ago: `stop` and Diverged come one
-    step late there. An optimizer that cannot skip on the device, as those that are fused can, does wait: Muon.
+    start: number of steps that were done before, in an earlier run.
+    steps: for each step, a list of at least one micro-batch of this rank, and the count of the
+        global batch: what loss_fn counts in the micro-batches of all ranks together. All ranks need
+        the same number of steps; their numbers of micro-batches may differ. A rank without data in
+        a step passes a micro-batch of any data and the count 0. This micro-batch is computed, but
+        has no influence on gradients and report.
+    loss_fn: must return a sum, not a mean, and the count of its terms.
+    lr_at: maps the number of steps done before a step (start in the first) to a factor. The
+        learning rate of each parameter group is set to this factor times the group's "initial_lr",
+        which is set to the group's "lr" if it does not exist. With None, learning rates are not
+        changed, so a scheduler from torch.optim.lr_scheduler can set them.
+    clip: maximum for the L2 norm of the mean gradient over all parameters of all optimizers.
+    dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
+    scaler: the caller saves and restores its state.
+    seed: before each step, torch's random generators are seeded with a hash of (seed, step, rank).
+        So a resumed run draws the same numbers, for example for dropout, as a run that was not
+        interrupted.
+    stop: is called once per step on each rank. If it returns true on any rank, report.stop is true
+        on all.
+    patience: if the loss or the gradient norm is not finite, a step changes no weight and no
+        optimizer state on any rank, and training continues. In the patience-th such step in a row,
+        Diverged is raised instead of the Report.
+    sync_each: False: only the backward pass of the last micro-batch synchronises gradients; the
+        others use model.no_sync(), which DistributedDataParallel has. True: each backward pass
+        synchronises, as FSDP needs it. All ranks then need the same number of micro-batches per
+        step (extras/fsdp.py: pad_steps).
+
+    ValueError: there are several ranks, sync_each is False, and the model has no method no_sync.
+        Without DistributedDataParallel each rank would train a model of its own.
+    ValueError: the declared count of a step is not what loss_fn counted. Gradients would be scaled
+        wrongly.
+
+    On CUDA the host does not wait for the step that it has just queued, but reads the flags of the
+    step before. So report.stop is true one step later than on a CPU, and Diverged and the
+    ValueError for the count are raised one step later; they name the right step. An optimizer that
+    is not fused does wait for the device in each step, because the host has to decide whether to
+    skip the update.
     """
     device = next(model.parameters()).device
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    no_sync = nullcontext if sync_each or world_size == 1 else getattr(model, "no_sync", None)
+    if no_sync is None:
+        raise ValueError(
+            f"{world_size} ranks would train different models: wrap the model with ddp_setup.replicate"
+        )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
-    late: Callable[[], Sequence[float]] = lambda: (0, 0)  # noqa: E731
+    # Functions that read the flags of a step. partial(bool)() is False: no rank asked to stop.
+    unread = [partial(bool)] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
-        _seed(_mix(seed, step, rank), device)
-        lr = _set_lr_(optimizers, lr_at(step))
-        sums = _backward_(model, batches, total, loss_fn, dtype, scaler, stop())
+        _seed(device, seed, step, rank)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if lr_at is not None:
+            for group in groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_at(step)
+        weight = world_size / total if total else 0.0
+        sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), no_sync)
         loss = sums[0] / sums[1]
         norm, finite = _update_(optimizers, scaler, clip, loss)
-        skipped, in_a_row = skipped + ~finite, torch.where(finite, 0, in_a_row + 1)
-        now = to_host(torch.stack([sums[2], in_a_row]))
-        stopping, bad = late() if device.type == "cuda" else now()
-        late = now
-        yield step + 1, Report(loss, norm, lr, sums[1], skipped, stopping > 0)
-        if bad >= patience:
-            raise Diverged(f"loss or gradient not finite {patience} times in a row, up to step {step + 1}")
+        skipped, in_a_row = skipped + ~finite, (in_a_row + 1) * ~finite
+        read = to_host(torch.stack([*sums[1:], in_a_row]))
+        unread.append(partial(_read_flags, read, step + 1, total, patience))
+        lr = float(groups[0]["lr"])
+        yield step + 1, Report(loss, norm, lr, sums[1], skipped, unread.pop(0)())
+    for read_flags in unread:
+        read_flags()
 
 
-def _seed(number: int, device: torch.device) -> None:
-    """What torch.manual_seed does, for the devices in use: for an unused CUDA it would queue a call and a stack trace."""
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(number)
-    elif device.type == "mps":
-        torch.mps.manual_seed(number)
+def _read_flags(read: Reader, step: int, declared: int, patience: int) -> bool:
+    """Return whether a rank asked to stop in this step, or raise the errors of train_."""
+    counted, stopping, bad = read()
+    # A rank that declares 0 does not know the count. float32 sums on MPS need the tolerance.
+    if declared and abs(counted - declared) > 1e-6 * declared:
+        raise ValueError(
+            f"step {step}: the declared count is {declared}, but loss_fn counted {counted:g}"
+        )
+    if bad >= patience:
+        what = f"loss or gradient not finite {patience} times in a row, up to step {step}"
+        raise Diverged(f"{what}; try a lower learning rate")
+    return stopping > 0
 
 
-def _mix(*numbers: int) -> int:
-    """A 64-bit seed in which every bit of every number counts (CPU generators use only 32 of them)."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little")
+def _read_delay(device: torch.device) -> int:
+    """Return how many steps late the host reads the flags of a step."""
+    return device.type == "cuda"
 
 
-def _set_lr_(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> float:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group in groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-    return float(groups[0]["lr"])
+def _seed(device: torch.device, *numbers: int) -> None:
+    """Seed the generators of the CPU and of `device` with a hash of `numbers`."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
+    seed = int.from_bytes(digest.digest(), "little")
+    if device.type == "cpu":
+        # While CUDA is not initialised, each torch.manual_seed stores one more call for later.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def _backward_(
     model: nn.Module,
     batches: list[Any],
-    total: int,
+    weight: float,
     loss_fn: LossFn,
     dtype: torch.dtype,
     scaler: torch.amp.GradScaler,
     stop: bool,
+    no_sync: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Accumulate the gradient of the global mean; -> (3,) over all ranks: loss sum, count, who asks to stop.
+    """Back-propagate weight * (loss sum) of each micro-batch. If the weight is 0, count nothing.
 
-    The ranks synchronise their gradients once, in the last micro-batch's backward pass; under FSDP in each one's, as
-    it never holds all of them.
+    Returns (3,), summed over all ranks: loss sum, count, number of ranks that asked to stop.
     """
     device = next(model.parameters()).device
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    weight = world_size / total if total else 0.0
-    sums = torch.zeros(3, dtype=_widest(device), device=device)
+    if not batches:
+        raise ValueError("a step has no micro-batch on this rank: give it any one, and the count 0")
+    sums = torch.zeros(3, dtype=accumulator_dtype(device), device=device)
     sums[2] = stop
-    reducing = None
-    together = world_size > 1 and not hasattr(model, "no_sync")  # FSDP: each of its passes takes all ranks
-    weighed = _as_many_as_others(batches, weight, device) if together else zip(batches, repeat(weight))
-    for i, (batch, weight) in enumerate(weighed, 1):
-        with nullcontext() if i == len(batches) or together or world_size == 1 else cast(Any, model).no_sync():
+    for i, batch in enumerate(batches, 1):
+        last = i == len(batches)
+        with nullcontext() if last else no_sync():
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 loss_sum, count = loss_fn(model, to_device(batch, device))
             if weight:
                 sums[0] += loss_sum.detach()
                 sums[1] += count
-            if i == len(batches) and dist.is_initialized() and not together:  # while the backward pass computes
-                reducing = dist.all_reduce(sums, async_op=True)
+            if last:  # start now, so that the sums travel while the backward pass computes
+                wait = _sum_over_ranks_(sums)
             scaler.scale(loss_sum * weight).backward()
-    if together:  # last: collectives come in one order on all ranks
-        dist.all_reduce(sums)
-    if reducing is not None:
-        reducing.wait()
+    wait()
     return sums
 
 
-def _as_many_as_others(batches: list[Any], weight: float, device: torch.device) -> Iterator[tuple[Any, float]]:
-    """(micro-batch, its weight), and while another rank has more of them the first again, to weigh nothing.
-
-    How many others have is read once this rank's own are queued, so the device has work while that number travels.
-    """
-    most = torch.full((1,), float(len(batches)), device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    others = to_host(most)
-    yield from zip(batches, repeat(weight))
-    yield from repeat((batches[0], 0.0), int(others()[0]) - len(batches))
-
-
 def _update_(
-    optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler, clip: float, loss: Tensor
+    optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler, clip: float, loss: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Unscale, clip, step, clear; -> (global norm before clipping, whether it and the loss were finite)."""
-    parameters = [p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+    """Unscale and clip the gradients, let each optimizer do its step, and delete the gradients.
+
+    Returns two scalars: the gradients' L2 norm before clipping, and whether norm and loss are
+    finite (bool).
+    """
+    parameters = [
+        p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None
+    ]
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = get_total_norm([p.grad for p in parameters])
-    if hasattr(norm, "full_tensor"):  # a DTensor, as the gradients are under FSDP
+    if hasattr(norm, "full_tensor"):  # FSDP's gradients are DTensors: add up the parts of all ranks
         norm = norm.full_tensor()
     finite = norm.isfinite() & loss.isfinite()
     if clip < math.inf:
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
-        # not its first step: torch's fused SGD, if it skips that one, keeps a momentum that nothing was written to
-        if finite.is_cuda and optimizer.state and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # a fused optimizer reads found_inf on the device and skips the step itself, as GradScaler has it do
+        # An optimizer that is fused reads found_inf on the device and skips the update itself, so
+        # the host need not wait. GradScaler does the same. Not in the first step: if torch's fused
+        # SGD skips that step, it keeps a momentum buffer that was never written.
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if finite.is_cuda and optimizer.state and fused:
             setattr(optimizer, "found_inf", (~finite).float())
             optimizer.step()
-            delattr(optimizer, "found_inf")  # else the caller's own step() would be skipped too
+            # Otherwise optimizer.step() would skip for other callers too.
+            delattr(optimizer, "found_inf")
         elif finite:
             optimizer.step()
     scaler.update()
     for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     return norm, finite
-
-
-def _widest(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def to_host(values: Tensor) -> Callable[[], list[float]]:
-    """Start to copy a few numbers to the host; the function returned waits until they are there."""
-    if not values.is_cuda:
-        return values.tolist
-    host = torch.empty_like(values, device="cpu", pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(values.device))  # which need not be the current device
-
-    def read() -> list[float]:
-        arrived.synchronize()
-        return host.tolist()
-
-    return read
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The same tuple, list or dict of tensors on `device`; to CUDA through pinned memory, without waiting."""
-    if isinstance(batch, Tensor):
-        if device.type == "cuda" and batch.device.type == "cpu":
-            batch = batch.contiguous().pin_memory()  # with gaps it would go through other memory, and wait
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if hasattr(batch, "_fields"):  # a NamedTuple
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def group(batches: Iterable[Any], accum: int, count: Callable[[Any], int]) -> Iterator[tuple[list[Any], int]]:
-    """This rank's batches, from a DataLoader say, as the steps that train_ takes: `accum` of them a step.
-
-    `count` says of a batch what the loss function will count in it; the ranks add up theirs in one small
-    all-reduce a step. A rank that runs out before the others goes along with a batch that weighs nothing.
-    """
-    batches, spare = iter(batches), list[Any]()
-    while True:
-        window = list(islice(batches, accum))
-        sums = torch.tensor([sum(map(count, window)), len(window)])
-        if dist.is_initialized():
-            sums = sums.to(_collective_device())
-            dist.all_reduce(sums)
-        total, left = sums.tolist()
-        if not left:
-            return
-        spare = window[:1] or spare
-        if not spare:
-            raise ValueError("this rank has no batch at all; use fewer ranks, or smaller batches")
-        if total:  # else they are of padding alone: nothing to learn, on any rank
-            yield (window, total) if window else (spare, 0)
-
-
-def _collective_device() -> torch.device:
-    cuda = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 @torch.no_grad()
@@ -263,76 +262,138 @@ def evaluate(
     loss_fn: LossFn,
     dtype: torch.dtype = torch.float32,
     stop: Callable[[], bool] = lambda: False,
-) -> tuple[float, float] | None:
-    """(sum, count) of `loss_fn` over the batches of all ranks: divide them for the exact mean.
+) -> float | None:
+    """Compute the exact mean loss over the batches of all ranks; return it on every rank.
 
-    Every rank has to call it. Ranks may have unequal numbers of batches, or none. `stop` is asked at every batch;
-    when it is true on any rank the evaluation is given up on all, and the result is None.
+    All ranks must call it. Their numbers of batches may differ, and may be 0. (With FSDP they must
+    be equal, see extras/fsdp.py: pad_batches.) Returns NaN if the loss function counted nothing.
+    stop: is called once per batch. If it returns true on any rank, all ranks return None. On CUDA
+        they notice one batch later.
+    The model is in evaluation mode during the call. Then each submodule returns to its own mode.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module  # DDP's own forward pass can wait for all ranks'
+        # DDP's forward pass may communicate, which needs equal numbers of batches.
+        model = model.module
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    sums = torch.zeros(2, dtype=_widest(device), device=device)
-    sharded = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]  # by FSDP
-    batches, spare = _with_spare(batches) if sharded else (batches, [])
-    none_left, late = object(), cast(Callable[[], Sequence[float]], lambda: (1, 0))
-    for batch in chain(batches, repeat(none_left)):
-        # (2,) how many ranks still have a batch, and how many ask to stop: on its way while the batch is computed
+    sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
+    no_batch, unread = object(), [lambda: [1.0, 0.0]] * _read_delay(device)
+    for batch in chain(batches, repeat(no_batch)):
+        # [number of ranks that have a batch, number of ranks that ask to stop]
         flags = torch.zeros_like(sums)
-        flags[0], flags[1] = batch is not none_left, stop()  # filled there: a copy from here would wait for the device
-        reducing = dist.all_reduce(flags, async_op=True) if dist.is_initialized() else None
-        if batch is not none_left or spare:
+        # Assigning a Python number fills on the device. Copying a tensor from the host could wait
+        # for the device.
+        flags[0], flags[1] = batch is not no_batch, stop()
+        wait = _sum_over_ranks_(flags)
+        if batch is not no_batch:
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                value, count = loss_fn(model, to_device(spare[0] if batch is none_left else batch, device))
-            if batch is not none_left:
-                sums[0] += value
-                sums[1] += count
-        if reducing:
-            reducing.wait()
-        now = to_host(flags)
-        left, stopping = late() if device.type == "cuda" else now()
-        late = now
-        if stopping or not left:
+                loss_sum, count = loss_fn(model, to_device(batch, device))
+            sums[0] += loss_sum
+            sums[1] += count
+        wait()
+        unread.append(to_host(flags))
+        busy, stopping = unread.pop(0)()
+        if stopping or not busy:
             break
-    if dist.is_initialized():
-        dist.all_reduce(sums)
+    _sum_over_ranks_(sums)()
     for module, training in modes:
         module.training = training
-    for module in sharded:
-        cast(Any, module).reshard()  # what a backward pass would have done
-    total, count = sums.tolist()
-    return None if stopping else (total, count)
+    return None if stopping else float(sums[0] / sums[1])
 
 
-def _with_spare(batches: Iterable[Any]) -> tuple[Iterable[Any], list[Any]]:
-    """The same batches, and one of them, or of the lowest rank that has one, for when there are none left: FSDP gathers
-    weights in the forward pass, which therefore takes all ranks. ([], if no rank has any.)"""
-    batches = iter(batches)
-    spare = list(islice(batches, 1))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    least = torch.tensor([len(spare), rank if spare else size], device=_collective_device())
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    all_have, lender = least.tolist()
-    lent = [spare]
-    if not all_have and lender < size:
-        dist.broadcast_object_list(lent, lender)
-    return chain(spare, batches), spare or lent[0]
+def group_batches(
+    batches: Iterable[Any], accum: int, count: Callable[[Any], int]
+) -> Iterator[tuple[list[Any], int]]:
+    """Group this rank's batches, for example from a DataLoader, into the steps that train_ takes.
+
+    All ranks must iterate over the result together: each step needs one all-reduce of two integers.
+    accum: number of micro-batches per step; the last step of a rank may have fewer.
+    count: tells for a batch what the loss function will count in it.
+
+    The steps end when no rank has a batch left. If this rank has none left before that, its step is
+    the first micro-batch of its last step, with the count 0 (see train_). ValueError on a rank that
+    never had a batch, if another rank has one. A step in which all ranks together count 0 is left
+    out.
+
+    Batches are read one step ahead. So on CUDA the host knows the count of a step without waiting
+    for the step before.
+    """
+
+    def windows() -> Iterator[tuple[list[Any], Reader]]:
+        remaining = iter(batches)
+        while True:
+            window = list(islice(remaining, accum))
+            sums = torch.tensor([sum(map(count, window)), len(window)])
+            if dist.is_initialized() and dist.get_backend() == "nccl":
+                sums = to_device(sums, torch.device("cuda"))  # NCCL takes only CUDA tensors
+            _sum_over_ranks_(sums)()
+            yield window, to_host(sums)
+
+    spare: list[Any] = []
+    for (window, read), _ in pairwise(windows()):  # pairwise reads one step ahead
+        total, left = read()
+        if not left:
+            return
+        spare = window[:1] or spare
+        if not spare:
+            raise ValueError("this rank has no batch; use fewer ranks or smaller batches")
+        if total:
+            yield (window, int(total)) if window else (spare, 0)
 
 
-def warmup(step: int, steps: int) -> float:
-    """The factor of a linear warm-up at step 0, 1, ...: 1 / steps, 2 / steps, ... 1, 1, ..."""
-    return min(1.0, (step + 1) / max(1, steps))
+def _sum_over_ranks_(values: Tensor) -> Callable[[], object]:
+    """Start to replace `values` by their sum over all ranks; return a function that waits for it.
+
+    On CUDA that function makes only the current stream wait, not the host.
+    """
+    work = dist.all_reduce(values, async_op=True) if dist.is_initialized() else None
+    return work.wait if work else lambda: None
+
+
+def accumulator_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums over batches: float64, but float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def to_host(values: Tensor) -> Reader:
+    """Start to copy a tensor (N,) to the host; return a function that waits and returns a list."""
+    if not values.is_cuda:
+        return values.tolist
+    host = values.to("cpu", non_blocking=True)  # into pinned memory
+    # The stream is that of the tensor's device, which need not be the current device.
+    arrived = torch.cuda.current_stream(values.device).record_event()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return host.tolist()
+
+    return read
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors in a batch to `device` and return a batch with the same structure.
+
+    A batch is a tensor, or tuples, NamedTuples, lists and dicts of batches. Other values stay as
+    they are. Copies to CUDA go through pinned memory, so that the host does not wait for the
+    device.
+    """
+
+    def move(tensor: Tensor) -> Tensor:
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            # A tensor with gaps would be copied through other memory, and the host would wait.
+            tensor = tensor.contiguous().pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return tree_map_only(Tensor, move, batch)
 
 
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
-    """Learning-rate factor: warm up to 1, then go straight down to `floor` at step `total`."""
-    left = 1 - min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))
-    return warmup(step, warmup_steps) * (floor + (1 - floor) * left)
+    """Return a factor for the learning rate in step 0, 1, ...: a linear warm-up, then a linear decay.
 
-
-def cosine(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
-    """Learning-rate factor: warm up to 1, then half a cosine down to `floor` (Loshchilov and Hutter, 2017)."""
+    The warm-up is 1 / warmup_steps, 2 / warmup_steps, ..., 1. The decay ends with `floor` at step
+    `total`. For other schedules write such a function, or use torch.optim.lr_scheduler.
+    """
+    warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))
-    return warmup(step, warmup_steps) * (floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2)
+    return warmup * (floor + (1 - floor) * (1 - done))

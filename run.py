@@ -1,1082 +1,864 @@
 #!/usr/bin/env python3
-"""Train a GPT on text, with as many processes as you like.
+"""Train a GPT on text, on one process or on many.
 
-python run.py                                   one process, a default text, under a minute
-python run.py --data mine.txt --spawn 4         four processes on this machine
-torchrun --nproc-per-node 4 run.py --epochs 3   the same under torchrun
-srun python run.py --epochs 3                   the same under SLURM
-python run.py sample --prompt "The "            what the newest checkpoint has to say
-python run.py eval --data other.txt             its exact loss on another text
-python run.py info, plot, export                what it is; how it came about; for other programs
+python run.py                                   train on a default text, in less than a minute
+python run.py --data mine.txt --spawn 4         start four processes on this machine
+torchrun --nproc-per-node 4 run.py --epochs 3   the same, started by torchrun
+python run.py sample --prompt "The "            print text that the newest checkpoint generates
+python run.py eval --data other.txt             print its exact loss on a text
+
+This file only composes: `train` is the whole job, in the order in which it happens. The modules
+ddp_setup, chardata, gpt, loop and ckpt do the work and know nothing of each other. The files in
+extras/ are optional.
 """
 
-import codecs
+from __future__ import annotations
+
+import atexit
 import faulthandler
 import functools
 import gc
+import importlib
 import importlib.util
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import Field, dataclass, field, fields, replace
+from datetime import timedelta
 from functools import partial
-from itertools import islice
-from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, islice
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from extras import flags, folder, progress
-from extras.mistakes import about, out_of_memory, said, users_mistakes
-from extras.progress import Live
-
-# torch, and the modules that import it, are imported where they are used: --help answers at once.
-
-__version__ = "0.1.0"
 T = TypeVar("T")
-STARTED = time.perf_counter()
-PREFIX = "DDPKIT"
-DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is click's, of a user's mistake
-AT_ONCE = 8192  # tokens in an evaluation's batch: a CPU is fastest so, and --batch-size need not fit into one rank
-
-_count, _from_zero, _seed = click.IntRange(1), click.IntRange(0), click.IntRange(0, 2**63 - 1)
-_positive, _factor = click.FloatRange(0, min_open=True), click.FloatRange(0)
-OPTIONS = {
-    "Data": [
-        click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL of text, .bin (uint16) or .npy tokens.  [default: a text that comes with Python]"),
-        click.option("--vocab", type=click.IntRange(1, 2**32), help="Of .bin, .npy and a tokenizer.json: a number above every id. Above 1 GiB it has to be given.  [default: as the highest id needs]"),
-        click.option("--tokens", default="char", metavar="char|byte|FILE.json", help="What one token of a text is; a tokenizer.json of Hugging Face's has its own."),
-        click.option("--val-fraction", type=click.FloatRange(0, 1, max_open=True), default=0.1, help="How much of the end of the data is for validation."),
-        click.option("--block-size", type=_count, default=128, help="Context length, in tokens."),
-        click.option("--batch-size", type=_count, default=16, help="Sequences per optimizer step, over all ranks."),
-        click.option("--seed", type=_seed, default=0, help="Of weights, order and dropout."),
-    ],
-    "Model": [
-        click.option("--arch", type=click.Choice(["gpt2", "modern"]), default="modern", help="gpt2 is GPT-2 exactly."),
-        click.option("--layers", type=_count, default=4),
-        click.option("--heads", type=_count, default=4),
-        click.option("--embd", type=_count, default=128, help="Width."),
-        click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0),
-        click.option("--init-from", metavar="PATH", help="Begin with the weights, sizes and vocabulary of an --out folder, of what `export` wrote, or of a GPT-2 of Hugging Face or nanoGPT."),
-    ],
-    "Training": [
-        click.option("--epochs", type=_count, default=1, help="Passes over the data."),
-        click.option("--steps", type=_count, help="Optimizer steps, if that ends first.  [default: no limit]"),
-        click.option("--optimizer", type=click.Choice(["adamw", "muon"]), default="muon", help="muon: the blocks' matrices by Muon, the rest by AdamW."),
-        click.option("--lr", type=_positive, default=6e-3, help="Peak learning rate."),
-        click.option("--min-lr", type=_factor, default=0.0, help="Where its decay ends."),
-        click.option("--warmup", type=_from_zero, default=20, help="Steps to the peak."),
-        click.option("--weight-decay", type=_factor, default=0.1, help="Of matrices."),
-        click.option("--clip", type=_factor, default=1.0, help="Largest gradient norm; 0: any."),
-        click.option("--accum", type=_count, default=1, help="Parts that each rank's share of a batch is computed in, to fit memory."),
-    ],
-    "Machine": [
-        click.option("--spawn", type=click.IntRange(0, 1024), is_flag=False, flag_value=0, metavar="[N]", help="Start N processes here; without N one per GPU, or per core."),
-        click.option("--strategy", type=click.Choice(["ddp", "zero", "fsdp"]), default="ddp", help="ddp: every process holds all. zero, fsdp: a share of weights, gradients and moments; within a step zero has all weights, fsdp one block's. One process: the same."),
-        click.option("--device", default="auto", metavar="auto|cpu|cuda|mps"),
-        click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Of the arithmetic; weights stay float32."),
-        click.option("--compile/--no-compile", default=None, help="torch.compile the blocks.  [default: on CUDA; on a CPU for long runs]"),
-        click.option("--checkpoint-activations", is_flag=True, help="Recompute blocks in the backward pass, to save memory."),
-        click.option("--compress", type=click.Choice(["none", "bf16"]), default="none", help="How gradients travel between ranks; bf16: half the bytes."),
-        click.option("--timeout", type=_positive, default=600.0, help="Seconds that the ranks wait for one another."),
-    ],
-    "Output": [
-        click.option("--out", default="out", metavar="FOLDER", help="Where checkpoints and metrics go: a folder or an fsspec URL."),
-        click.option("--fresh", is_flag=True, help="Start over: discard the run that is in --out."),
-        click.option("--eval-every", type=_count, default=100, help="Steps between evaluations."),
-        click.option("--save-every", type=_count, default=100, help="Steps between checkpoints."),
-        click.option("--log-every", type=_count, default=10, help="Steps between lines of metrics."),
-        click.option("--checkpoint", type=click.Choice(["whole", "sharded"]), default="whole", help="whole: one file, gathered and written by rank 0. sharded: a folder, of which every rank writes its share, for a model that is too large for that. One process: the same."),
-        click.option("--keep", type=_count, default=3, help="Checkpoints to keep: the last so many, and the best."),
-        click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too, into --out."),
-        click.option("--profile", type=_from_zero, default=0, metavar="N", help="Trace N steps, after a few, into trace.json of --out."),
-    ],
-    "Other": [
-        click.option("--config", type=str, callback=flags.from_toml, is_eager=True, expose_value=False, metavar="FILE.toml", help="Any of these flags, as `batch-size = 64`."),
-        click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False),
-    ],
-}  # fmt: skip
-# what a checkpoint was made with and cannot go on without: the model, and the order of the data
-PINNED = (
-    "tokens", "vocab", "val_fraction", "block_size", "batch_size", "seed", "arch", "layers", "heads", "embd", "optimizer",
-)  # fmt: skip
-METRICS = "step epoch tokens loss grad_norm lr tokens_per_s mfu seconds skipped".split()
-# what a resumed run takes from its command line alone
-OWN = ("spawn", "strategy", "device", "compile", "timeout", "out", "fresh", "log_every", "keep", "accum",
-       "checkpoint", "checkpoint_activations", "tensorboard", "profile")  # fmt: skip
+PROCESS_START = time.perf_counter()
+State = dict[str, Any]  # a checkpoint as ckpt.py loads it, or a part of it
 
 
-# -------------------------------------------------------------------------------------------- command line
+def lazy_import(name: str) -> ModuleType:
+    """Return a module that is imported at its first use, so that --help does not wait for torch."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        sys.exit(f"Error: there is no module {name}; install torch, and keep the modules together")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@click.group(
-    invoke_without_command=True,
-    context_settings={"auto_envvar_prefix": PREFIX, "show_default": True, "max_content_width": 100},
-)
-@flags.all_of(OPTIONS)
-@click.pass_context
-def cli(ctx: click.Context, /, **options: Any) -> None:
-    """Train a GPT on text, on one process or many.
-
-    \b
-      python run.py                                   a default text, under a minute
-      python run.py --data mine.txt --spawn           one process per GPU, or per core
-      torchrun --nproc-per-node 4 run.py --epochs 3   the same under torchrun
-      srun python run.py --epochs 3                   the same under SLURM
-
-    Started again with the same --out it goes on where it stopped. Every flag can also be an environment
-    variable (DDPKIT_BATCH_SIZE) or a line in a --config file; the command line wins.
-    """
-    flags.check_numbers(ctx.command, options)
-    if ctx.invoked_subcommand is None:
-        default = click.core.ParameterSource.DEFAULT
-        given = [name for name in options if ctx.get_parameter_source(name) is not default]
-        ctx.exit(launch(SimpleNamespace(**options), given))
+def extra(name: str) -> ModuleType:
+    """Import extras/NAME.py at its first use. If it or its package is missing, one line says so."""
+    try:
+        return importlib.import_module(f"extras.{name}")
+    except ImportError as error:
+        raise FileNotFoundError(f"this needs extras/{name}.py: {error}") from error
 
 
-flags.in_groups(cli, OPTIONS)
-
-
-def launch(o: SimpleNamespace, given: list[str]) -> int:
-    """Train here, or in as many processes as --spawn says; -> the exit code."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})  # kept until heard
-    if o.spawn is None:
-        return train(o, given)
+if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-    import ddp_setup
-
-    size = o.spawn or torch.cuda.device_count() or ddp_setup.cores()
-    o.spawn = None
-    return ddp_setup.spawn(main, size, train, o, given, timeout=o.timeout)
-
-
-def main(command: Callable[..., int], *args: Any) -> None:
-    """Run a command and exit with its code. Every error ends here: one line for a mistake, a traceback for a bug."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    gc.disable()  # until all is imported: there is no garbage then, and looking for it takes half a second
-    faulthandler.enable()  # where it was when the system kills it, as when a file is cut while a batch is read from it
-    code = FAILED
-    try:
-        code = command(*args)
-    except SystemExit as error:  # of a rank that has nothing to say
-        code = error.code if isinstance(error.code, int) else FAILED
-    except click.ClickException as error:
-        tell("Error: " + " ".join(error.format_message().split()))  # click's own have several lines
-        code = error.exit_code
-    except BrokenPipeError:  # whoever read the output has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ConnectionError, ChildProcessError) as error:  # a rank was lost, or killed
-        tell(f"Error: {error}")
-    except Exception as error:
-        wanting = out_of_memory(error)
-        less = f"{wanting}; a higher --accum or --checkpoint-activations needs less"
-        text = less if wanting else f"{error}\n{traceback.format_exc()}"
-        tell(f"Error on rank {rank}: {text}")
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code)  # everything is written; taking torch down would take half a second
-
-
-def collect_again() -> None:
-    """Let Python look for garbage from now on, in what is made from now on."""
-    gc.freeze()
-    gc.enable()
-
-
-def reading(batches: Iterable[T], corpus: Any) -> Iterator[T]:
-    """The same batches; if their files change meanwhile, that is the user's mistake."""
     import chardata
-
-    with users_mistakes():
-        yield from chardata.unchanged(batches, corpus)
-
-
-@contextmanager
-def a_last_line(diverged: type[Exception], out: str, world: Any, finish: Callable[[], Any]) -> Iterator[None]:
-    """An end that is no bug is one line, said once `finish` has seen to what is still being written here. (What waits
-    for other ranks would wait for the dead: rank 0's write may be cut short when they have left.)"""
     import ckpt
-    import ddp_setup
-
-    try:
-        yield
-    except click.ClickException:
-        finish()
-        raise
-    except diverged as error:  # on all ranks
-        last = ddp_setup.from_rank_zero(lambda: (finish(), ckpt.entries(out)[-1:])[1], world)
-        saved = f"the last good checkpoint is {out}/{last[0].name}" if last else "there is no checkpoint yet"
-        raise click.ClickException(f"{error}; {saved}. Try a lower --lr") from error
-
-
-# ----------------------------------------------------------------------------------------------------- train
-
-
-class Job(NamedTuple):
-    """All that training takes."""
-
-    config: Any  # gpt.Config
-    model: Any  # on its device, replicated over the ranks
-    optimizers: list[Any]
-    scaler: Any
-    dtype: Any
-    corpus: Any  # chardata.Corpus
-    train: Any  # its two parts, each chardata.Shards
-    val: Any
-    start: int  # steps that earlier runs have done
-    total: int
-    tokens: Callable[[int], int]  # steps done -> tokens trained on
-    epoch: Callable[[int], float]  # steps done -> epochs
-    flops: int  # for one token, forward and backward
-    peak: float  # FLOP/s of all ranks' devices together, measured
-    lines: list[str]  # of metrics.jsonl, if --out is a URL: there is no appending there, so it goes with each save
-    board: Any = None  # a SummaryWriter, on rank 0 with --tensorboard
-    sharing: Any = None  # with --checkpoint sharded, the group in which the ranks agree on what they write
-
-
-def train(o: SimpleNamespace, given: list[str]) -> int:
-    """The whole job, on one rank; -> the exit code."""
-    import ddp_setup  # first, as it notes who the parent is: that can end in the second that torch takes
-
-    with ExitStack() as stack:
-        with users_mistakes():
-            asked = stack.enter_context(ddp_setup.stop_signals())
-            world = stack.enter_context(ddp_setup.process_group(o.device, o.timeout))
-            job = prepare(o, given, world)
-        if job.start >= job.total:
-            return say_finished(o, job, world)
-        stopped, written = go(o, job, world, asked)
-        weights = {} if stopped or job.sharing else whole(job.model)
-    if weights:
-        say_sample(job, weights, world.device)
-    return FAILED if not written else STOPPED if stopped else DONE
-
-
-def whole(model: Any) -> dict[str, Any]:
-    """The weights, from all ranks to rank 0; {} on the others."""
-    import ckpt
-
-    weights: dict[str, Any] = ckpt.snapshot(model, [])["model"]
-    return weights
-
-
-def go(o: SimpleNamespace, job: Job, world: Any, asked: Callable[[], bool]) -> tuple[bool, bool]:
-    """Train, evaluate, save, log, up to the end or a stop; -> (whether it was stopped, whether the end is saved)."""
-    import chardata
     import ddp_setup
     import gpt
     import loop
+else:  # ddp_setup comes first: it must note the parent process before torch takes its second
+    MODULES = [lazy_import(name) for name in "ddp_setup torch chardata gpt loop ckpt".split()]
+    ddp_setup, torch, chardata, gpt, loop, ckpt = MODULES
 
-    share = {"rank": world.rank, "world_size": world.size, "vocab": job.corpus.vocab}
-    steps = chardata.steps(job.train, o.block_size, o.batch_size, accum=o.accum, seed=o.seed, start=job.start, **share)
-    training = loop.train_(
-        job.model, job.optimizers, reading(steps, job.corpus), gpt.loss,
-        start=job.start, dtype=job.dtype, scaler=job.scaler, seed=o.seed, stop=asked, clip=o.clip or math.inf,
-        lr_at=partial(loop.linear, total=job.total, warmup_steps=o.warmup, floor=o.min_lr / o.lr),
-    )  # fmt: skip
-    if world.rank == 0 and (o.tensorboard or o.profile):
-        job, training = watched(o, job, training)
-    writing, live = None, Live(world.rank == 0 and progress.terminal(sys.stdout), job.start)
-    collect_again()
-    idle = time.perf_counter()  # the training's clock begins here, and again after each evaluation and save
-
-    def finish() -> None:
-        complain(writing)
-        upload_metrics(o.out, job.lines)
-
-    with a_last_line(loop.Diverged, o.out, world, finish):
-        for step, report in training:
-            stopped, last = report.stop, step == job.total
-            evaluating = bool(job.val) and not stopped and (last or step % o.eval_every == 0)
-            seconds = time.perf_counter() - idle
-            live = live._replace(first=live.first or seconds)
-            if stopped or last or evaluating or step % o.log_every == 0:
-                live = log_step(o, job, world, step, report, seconds, live)
-            live = draw(job, world, step, report, seconds, live, "evaluating" if evaluating else None)
-            paused = time.perf_counter()
-            if evaluating:
-                windows = chardata.every_window(job.val, o.block_size, max(1, AT_ONCE // o.block_size), **share)
-                sums = loop.evaluate(job.model, reading(windows, job.corpus), gpt.loss, job.dtype, stop=asked)
-                stopped = sums is None
-                live = log_evaluation(o, job, world, step, sums, live) if sums else live
-            if writing and writing.done():
-                complain(writing)
-                writing = None
-            ending = stopped or last
-            saving = ending or (step % o.save_every == 0 and math.isfinite(report.grad_norm))
-            if saving and math.isfinite(report.loss):
-                live = draw(job, world, step, report, seconds, live, "saving")
-                writing = save(o, job, world, step, live.val_loss if evaluating and not stopped else None, writing)
-            elif ending:  # with weights that are not worth keeping
-                raise loop.Diverged(f"the loss is {float(report.loss)} at step {step}")
-            idle += time.perf_counter() - paused
-            if ending:
-                break
-    saved = complain(writing)  # on every rank, as each may have something to write
-    written = ddp_setup.from_rank_zero(lambda: saved, world)
-    draw(job, world, step, report, seconds, live, "")
-    if world.rank == 0:
-        say_end(o, job, live, stopped)
-    return stopped, written
+__version__ = "0.2.0"
+DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
+EVAL_TOKENS = 8192  # in one batch of an evaluation: the fastest size on a CPU
+CLEAR_LINE = "\033[G\033[K"  # click removes it where the output is not a terminal
 
 
-def watched(o: SimpleNamespace, job: Job, training: Iterator[T]) -> tuple[Job, Iterator[T]]:
-    """The same, with what --tensorboard and --profile add."""
-    from extras import board, profiling
+# ------------------------------------------------------------------------------------------- flags
 
-    if o.tensorboard:
-        job = job._replace(board=board.open_board(o.out, job.start))
-    if o.profile:
-        if job.total - job.start < profiling.WARMUP + o.profile:
-            warn(f"--profile {o.profile}: {job.total - job.start} steps are left")
-        training = profiling.traced(training, o.profile, os.path.join(o.out, "trace.json"))
-    return job, training
+COUNT, FROM_ZERO = click.IntRange(1), click.IntRange(0)
+POSITIVE, FACTOR = click.FloatRange(0, min_open=True), click.FloatRange(0)
+FRACTION, PROBABILITY = click.FloatRange(0, 1, max_open=True), click.FloatRange(0, 1, min_open=True)
+SEED = click.IntRange(0, 2**63 - 1)
 
 
-def prepare(o: SimpleNamespace, given: list[str], world: Any) -> Job:
-    """Everything up to the first step. Writes nothing before all of it has been found right."""
-    import torch
+def option(default: T, help: str, type: object = None, **more: object) -> T:
+    """Return a dataclass field with the arguments of its click option.
 
-    import chardata
-    import ddp_setup
-    import gpt
-    from extras import machine
-
-    saved, state, rejected = begun(o, world)
-    if saved:
-        take_over_(o, given, saved)
-    corpus = read_alike(o, given, saved, world)
-    shards, val = chardata.split(corpus.shards, o.val_fraction)
-    n = chardata.length(shards)
-    with about(f"--data {o.data}"):
-        per_epoch = chardata.steps_per_epoch(n, o.block_size, o.batch_size)
-    check(o, world, corpus.vocab, chardata.length(val))
-
-    config = gpt.Config(corpus.vocab, o.block_size, o.layers, o.heads, o.embd, o.dropout, o.arch)
-    bare = gpt.build(config, o.seed, o.checkpoint_activations)
-    total = min(o.epochs * per_epoch, o.steps or math.inf)
-    flops = gpt.flops_per_token(config)
-    if machine.compiling(o.compile, world.device, total * o.batch_size * o.block_size * flops):
-        gpt.compile_(bare)
-    model = ddp_setup.replicate(bare, world, o.strategy, parts=[*bare.blocks], compress=o.compress == "bf16")
-    o.dtype = ddp_setup.from_rank_zero(lambda: machine.arithmetic(o.dtype, world.device), world)
-    dtype = getattr(torch, o.dtype)
-    optimizers = make_optimizers(bare, o)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-    if saved:
-        with about(saved["name"]):
-            restore_(saved, state, model, optimizers)
-        scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # a run in another dtype had none
-    job = Job(
-        config, model, optimizers, scaler, dtype, corpus, shards, val,
-        start=saved.get("step", 0),
-        total=total,
-        tokens=partial(chardata.tokens_before, n=n, block_size=o.block_size, batch_size=o.batch_size),
-        epoch=lambda step: step / per_epoch,
-        flops=flops,
-        peak=world.size * machine.matmul_rate(world.device, dtype),
-        lines=[],
-    )  # fmt: skip
-    if job.start < job.total:
-        with about(f"--out {o.out}"):
-            ddp_setup.from_rank_zero(lambda: open_folder(o, job, world, rejected), world)
-            job = job._replace(sharing=sharing(o, world))
-    return job
+    type: a click type, or a list of the possible values.
+    """
+    type = click.Choice(type) if isinstance(type, list) else type
+    more = {"help": help, "type": type, "is_flag": default is False, **more}
+    return field(default=default, metadata=more)
 
 
-def begun(o: SimpleNamespace, world: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """(what all ranks are to know of the checkpoint, or the import, to go on from; its state on rank 0; what was wrong
-    with newer ones, on rank 0). Empty if there is none."""
-    import ddp_setup
+@dataclass(frozen=True)
+class Flags:
+    """The flags of a training run. For each: its default value, its help text, its type."""
 
-    state, rejected, unsound = dict[str, Any](), [], dict[str, str]()
+    data: str | None = option(
+        None, "Text, .bin (uint16) or .npy tokens: a file, a glob or a URL.", metavar="PATH"
+    )
+    vocab: int | None = option(
+        None,
+        "Vocabulary size of tokens that are ids, if not from the ids.",
+        click.IntRange(1, 2**32),
+    )
+    tokenizer: str = option(
+        "char", "How text becomes tokens; FILE is a tokenizer.json.", metavar="char|byte|FILE"
+    )
+    val_fraction: float = option(0.1, "Fraction of the data, at its end, for validation.", FRACTION)
+    block_size: int = option(128, "Context length in tokens.", COUNT)
+    batch_size: int = option(16, "Sequences per optimizer step, summed over all ranks.", COUNT)
+    seed: int = option(0, "Seed for weights, data order and dropout.", SEED)
+    arch: str = option("modern", "Architecture; gpt2 is exactly GPT-2.", ["gpt2", "modern"])
+    layers: int = option(4, "Number of transformer blocks.", COUNT)
+    heads: int = option(4, "Attention heads per block.", COUNT)
+    embd: int = option(128, "Width of the model.", COUNT)
+    dropout: float = option(0.0, "Dropout probability.", FRACTION)
+    init_from: str | None = option(
+        None, "Start with the model of another run, of Hugging Face or of nanoGPT.", metavar="PATH"
+    )
+    epochs: int = option(1, "Passes over the training data.", COUNT)
+    steps: int | None = option(None, "Optimizer steps, if they end before the epochs.", COUNT)
+    optimizer: str = option(
+        "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
+    )
+    lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
+    min_lr: float = option(0.0, "Learning rate at the last step.", FACTOR)
+    warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
+    weight_decay: float = option(0.1, "Weight decay of matrices.", FACTOR)
+    clip: float = option(1.0, "Largest gradient norm; 0 means no clipping.", FACTOR)
+    accum: int = option(1, "Micro-batches per step on each rank; more need less memory.", COUNT)
+    spawn: int | None = option(
+        None,
+        "Start N processes on this machine. Without N: one per GPU, or one per CPU core.",
+        click.IntRange(0, 1024),
+        is_flag=False,
+        flag_value=0,
+        metavar="[N]",
+    )
+    strategy: str = option(
+        "ddp", "zero and fsdp divide the model's state over the ranks.", ["ddp", "zero", "fsdp"]
+    )
+    device: str = option("auto", "Device to train on.", metavar="auto|cpu|cuda|mps")
+    dtype: str = option(
+        "auto",
+        "Type of the computation; weights stay float32. auto: bfloat16 if the hardware has it.",
+        ["auto", "float32", "bfloat16", "float16"],
+    )
+    compile: bool | None = option(
+        None,
+        "Use torch.compile.  [default: on CUDA, and on a CPU for runs of several minutes]",
+        param_decls=["--compile/--no-compile"],
+        is_flag=True,
+    )
+    checkpoint_activations: bool = option(
+        False, "Compute each block again in the backward pass, to save memory."
+    )
+    compress: str = option("none", "Send gradients as bfloat16: half the bytes.", ["none", "bf16"])
+    timeout: float = option(600.0, "Seconds that ranks wait for each other.", POSITIVE)
+    out: str = option("out", "Folder or URL for checkpoints and metrics.", metavar="FOLDER")
+    fresh: bool = option(False, "Delete the checkpoints in --out and start again.")
+    eval_every: int = option(100, "Steps between evaluations.", COUNT)
+    save_every: int = option(100, "Steps between checkpoints.", COUNT)
+    log_every: int = option(10, "Steps between lines of metrics.", COUNT)
+    checkpoint: str = option(
+        "whole", "sharded: every rank writes its shard of a checkpoint.", ["whole", "sharded"]
+    )
+    keep: int = option(3, "Newest checkpoints to keep, besides the best one.", COUNT)
+    tensorboard: bool = option(False, "Also write the metrics for TensorBoard.")
+    profile: int = option(0, "Steps to trace into trace.json in --out.", FROM_ZERO, metavar="N")
 
-    def look() -> dict[str, Any]:
+
+SECTIONS = {
+    "data": "Data",
+    "arch": "Model",
+    "epochs": "Training",
+    "spawn": "Machine",
+    "out": "Output",
+}
+# These flags define the model and the order of the data. They stay the same in a resumed run.
+PINNED = "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer"
+# A resumed run does not take these flags from the checkpoint.
+NOT_SAVED = """spawn strategy device compile timeout out fresh log_every keep accum checkpoint
+    checkpoint_activations tensorboard profile"""
+
+
+# ------------------------------------------------------------------------------------------- train
+
+
+def train(flags: Flags, given: set[str]) -> int:
+    """Train until the last step or a stop signal; return the exit code. Every rank runs this.
+
+    given: the names of the flags that the user set. The others come from the checkpoint, if there
+    is one.
+    """
+    signals, errors = ddp_setup.stop_signals(), usage_errors()  # `errors` are reported by all ranks
+    group = ddp_setup.process_group(flags.device, flags.timeout)
+    with usage_errors(), signals as asked, group as world, errors:
+        first, share = world.rank == 0, {"rank": world.rank, "world_size": world.size}
+        sharded = flags.checkpoint == "sharded" and world.size > 1
+        storage = open_storage(flags.out, sharded)
+
+        # Rank 0 finds the start: the newest checkpoint that verifies, an imported model, or {}.
+        start, state, rejected = find_start(flags, storage, world)
+        flags = merge_saved_flags(flags, given, start)
+        start_step = start.get("step", 0)
+
+        # The data must be the same on all ranks, and the same as before.
+        chars = start["vocabulary"]["chars"] if start else ""
+        corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
+        digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
+        plan, val_plan = plan_batches(flags, corpus, {digest, start.get("data", digest)})
+        steps_per_epoch = chardata.steps_per_epoch(plan)
+        total = flags.epochs * steps_per_epoch
+        total = min(total, flags.steps or total)
+        tokens_at = partial(chardata.tokens_before, plan)
+        check_flags(flags, world.size)
+
+        # The model and its optimizers, with the saved weights and moments.
+        config = model_config(corpus.vocab, vars(flags))
+        flops_per_token = gpt.flops_per_token(config)
+        dtype = getattr(torch, pick_dtype(flags.dtype, world.device))
+        machine = {"ranks": world.size, "peak_flops": math.nan}
+        with suppress(FileNotFoundError):  # mfu and a check of the memory need this extra
+            describe = extra("machine").describe
+            machine |= describe(world.device, dtype, world.size, flags.strategy, config)
+        model = gpt.build(config, flags.seed, flags.checkpoint_activations)
+        if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
+            gpt.compile_(model)
+        replica, fsdp = replicate(model, flags, world)
+        profiling = extra("profiling") if flags.profile else None
+        board = extra("board") if flags.tensorboard else None
+        optimizers = make_optimizers(model, flags)
+        scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+        if start:
+            with usage_errors(f"{start['name']}: "):
+                storage.restore_(state, replica, optimizers)
+            scaler.load_state_dict(start.get("scaler") or scaler.state_dict())
+        if start_step >= total:
+            text = (
+                f"is finished after {total} steps. To continue, give a higher --epochs or --steps"
+            )
+            say(f"The run in {flags.out} {text}; to start over, --fresh.") if first else None
+            return DONE
+
+        # The --out folder. Nothing is written before this point.
+        vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
+        vocab = corpus.vocab if corpus.kind in ("ids", "tokenizer") else None
+        saved_flags = json.loads(without_password(json.dumps(vars(flags))))
+        saved_flags |= {"dtype": f"{dtype}".removeprefix("torch."), "vocab": vocab}
+        held: list[object] = []  # the lock of the folder, which lasts as long as this process
+        settings = (start_step, rejected, saved_flags | machine, held)
+        with usage_errors(f"--out {flags.out}: "):
+            seconds = ddp_setup.from_rank_zero(
+                lambda: prepare_folder(flags, storage, *settings), world
+            )
+            if sharded:
+                storage.check_shared_folder(flags.out)
+
+        loss_fn: loop.LossFn = gpt.loss
+        batches = chardata.steps(plan, **share, accum=flags.accum, start=start_step)
+        if fsdp and flags.strategy == "fsdp":  # it needs equal numbers of batches on all ranks
+            batches, loss_fn = fsdp.pad_steps(batches, loss_fn, flags.timeout)
+        training: Iterator[tuple[int, loop.Report]] = loop.train_(
+            replica,
+            optimizers,
+            batches,
+            loss_fn,
+            start=start_step,
+            lr_at=lambda step: loop.linear(step, total, flags.warmup, flags.min_lr / flags.lr),
+            clip=flags.clip or math.inf,
+            dtype=dtype,
+            scaler=scaler,
+            seed=flags.seed,
+            stop=asked,
+            sync_each=flags.strategy == "fsdp",
+        )
+        if first and profiling:
+            training = profiling.traced(training, flags.profile, f"{flags.out}/trace.json")
+        if first and board:
+            storage = board.storage(storage, flags.out, start_step)
+        writing: Future[object] | None = None
+        collect_garbage_again()
+        logged, began = start_step, time.perf_counter()
+        logged_at = began  # evaluations and saves move both times forward
+
+        def log(record: State) -> None:
+            record["seconds"] = round(seconds + time.perf_counter() - PROCESS_START, 3)
+            with warn_of_os_errors("metrics"):
+                storage.append_text(flags.out, "metrics.jsonl", json_line(record))
+
+        try:
+            for step, report in training:
+                val_loss: float | None = None
+                stopped, last = report.stop, step == total
+                evaluating = val_plan.tokens and (last or step % flags.eval_every == 0)
+                if first and (stopped or last or evaluating or step % flags.log_every == 0):
+                    loss, norm = float(report.loss), float(report.grad_norm)  # wait for the device
+                    now = time.perf_counter()
+                    rate = (tokens_at(step) - tokens_at(logged)) / (now - logged_at)
+                    logged, logged_at = step, now
+                    mfu = round(rate * flops_per_token / machine["peak_flops"], 4)
+                    record = {"step": step, "epoch": round(step / steps_per_epoch, 4)}
+                    record |= {"tokens": tokens_at(step), "loss": loss, "grad_norm": norm}
+                    record |= {"lr": report.lr, "tokens_per_s": round(rate, 1), "mfu": mfu}
+                    log(record | {"skipped": int(report.skipped)})
+                    left = (total - step) * (now - began) / (step - start_step)
+                    draw(format_record(record, total, left))
+                pause = time.perf_counter()
+
+                if evaluating and not stopped:
+                    windows, loss_fn = chardata.every_window(val_plan, **share), gpt.loss
+                    if fsdp:
+                        windows, loss_fn = fsdp.pad_batches(replica, windows, loss_fn)
+                    val_loss = loop.evaluate(replica, windows, loss_fn, dtype, stop=asked)
+                    stopped = val_loss is None  # the evaluation was interrupted
+                    if first and not stopped:
+                        log({"step": step, "val_loss": val_loss})
+                        say(f"step {step}  validation loss {val_loss:.4f}")
+
+                # Weights with a loss that is not finite are saved only if this is the last chance.
+                due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
+                if stopped or last or due:
+                    chardata.verify_unchanged(corpus)
+                    ddp_setup.wait_together(partial(wait_for_save, writing), world)
+                    small = {"step": step, "data": digest, "scaler": scaler.state_dict()}
+                    small |= {"config": saved_flags, "vocabulary": vocabulary}
+                    state = storage.snapshot(replica, optimizers, **small)
+                    if first or sharded:
+                        args = (flags.out, state, step, val_loss, flags.keep)
+                        writing = ckpt.run_in_background(storage.save_and_prune, *args)
+                pause = time.perf_counter() - pause
+                began, logged_at = began + pause, logged_at + pause
+                if stopped or last:
+                    break
+        except (ValueError, OSError, FloatingPointError):
+            wait_for_save(writing)  # the checkpoint that is being written is good
+            raise
+        written = ddp_setup.from_rank_zero(lambda: wait_for_save(writing), world)
+    if first and stopped:
+        say(
+            f"Stopped as asked after step {step} of {total}; the same command continues from there."
+        )
+    elif first:
+        rate = (tokens_at(total) - tokens_at(start_step)) / (logged_at - began)
+        quality = "no validation" if val_loss is None else f"validation loss {val_loss:.4f}"
+        say(f"Done: {total} steps, {quality}, {rate:,.0f} tokens/s; see {saved_flags['out']}.")
+        if not fsdp:
+            say("A sample:")
+            # Without "force_eager", each length of the context would be compiled.
+            with torch.compiler.set_stance("force_eager"), warn_of_os_errors("output"):
+                print_sample(model, vocabulary, plan.tokens[0][:1], 400)
+    return FAILED if not written else STOPPED if stopped else DONE
+
+
+# ------------------------------------------------------------------------------ the parts of train
+
+
+def open_storage(out: str, write_sharded: bool = False) -> ModuleType:
+    """Return the functions for checkpoints in `out`: ckpt.py, or an extra with the same ones."""
+    storage: ModuleType = ckpt
+    if "://" in out:
+        storage = extra("remote").storage(ckpt)
+    elif write_sharded or any(not e.name.endswith(".pt") for e in ckpt.list_checkpoints(out)):
+        storage = extra("sharded").storage(ckpt, extra("reader").read, write_sharded)
+    return storage
+
+
+def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
+    """Return the newest checkpoint that verifies ({} if none), and a line for each damaged one."""
+    found, rejected = storage.newest(out)
+    if not found:
+        return {}, rejected
+    state = {**found.state, "name": f"{out}/{found.entry.name}"}
+    if not {"config", "vocabulary"} <= state.keys():
+        raise ValueError(f"{state['name']}: not written by this program; --fresh deletes it")
+    if "tokens" in state["config"]:  # the name of the flag in version 0.1
+        state["config"]["tokenizer"] = state["config"].pop("tokens")
+    return state, rejected
+
+
+def find_start(
+    flags: Flags, storage: ModuleType, world: ddp_setup.World
+) -> tuple[State, State, list[str]]:
+    """Find what the run starts from. Every rank must call this.
+
+    Return the small parts of the start on all ranks, and on rank 0 the whole start and a line for
+    each damaged checkpoint.
+    """
+    state, rejected = State(), list[str]()
+
+    def find() -> State:
         nonlocal state, rejected
-        found, rejected = (None, []) if o.fresh else find(o.out, partial(load_state, ranks=world.size, unsound=unsound))
-        state = found.state if found else imported(o.init_from) if o.init_from else {}
-        name = f"{o.out}/{found.entry.name}" if found else o.init_from
-        small = ("config", "vocabulary", "data", "step", "scaler")  # the weights stay on rank 0, or where they are
-        shared = found is not None and world.size > 1 and not name.endswith(".pt")
-        return {"name": name, "shared": shared, **{k: state[k] for k in small if k in state}} if state else {}
+        if not flags.fresh:
+            state, rejected = find_checkpoint(flags.out, storage)
+        if not state and flags.init_from:
+            read = extra("reader").read
+            state = extra("exchange").start_state(
+                flags.init_from, flags.out, newest_checkpoint, read
+            )
+        return {key: value for key, value in state.items() if key not in ("model", "optimizers")}
 
-    saved = ddp_setup.from_rank_zero(look, world)
-    while wrong := damage(saved, world):
-        unsound[saved["name"]] = wrong
-        saved = ddp_setup.from_rank_zero(look, world)
-    return saved, state, rejected
+    return ddp_setup.from_rank_zero(find, world), state, rejected
 
 
-def read_alike(o: SimpleNamespace, given: list[str], saved: dict[str, Any], world: Any) -> Any:
-    """The data, on all ranks the same, and those that the run or the model began with."""
-    import ckpt
-    import ddp_setup
-
-    known: dict[str, Any] = saved["vocabulary"] if o.init_from else {"vocab": None, "chars": ""}
-    words = tokenizer_of(o, given, saved) if f"{o.tokens}".endswith(".json") else known["chars"]
-    there = ckpt.in_background(read, o, words)
-    while ddp_setup.any_rank(not there.done(), world):  # one node may have to fetch it, or to encode, for an hour
-        time.sleep(0.02)
-    corpus = there.result()
-    if corpus.digest != ddp_setup.from_rank_zero(lambda: corpus.digest, world):
-        raise ValueError(f"--data {o.data}: rank {world.rank} does not see the same data as rank 0")
-    if corpus.vocab != (known["vocab"] or corpus.vocab):
-        raise ValueError(f"--data {o.data}: {corpus.vocab} tokens; the model in {o.init_from} has {known['vocab']}")
-    if "data" in saved and corpus.digest != saved["data"]:
-        raise ValueError(f"--data {o.data}: not what the run in {o.out} was trained on; --fresh starts a new one")
-    return corpus
+def merge_saved_flags(flags: Flags, given: set[str], start: State) -> Flags:
+    """Take flags that are not given from the checkpoint. ValueError if a given one contradicts it."""
+    saved = start.get("config", {})
+    for name in given & saved.keys() & {*PINNED.split()}:
+        ours, theirs, flag = getattr(flags, name), saved[name], f"--{name.replace('_', '-')}"
+        if f"{ours}".endswith(".json") and f"{theirs}".endswith(".json"):
+            continue  # extras/tokenizer.py compares the contents of the files
+        if ours != theirs:
+            made = f"{start['name']}, made with {flag} {theirs}"
+            raise ValueError(f"{flag} {ours} contradicts {made}; leave it out, or use --fresh")
+    names = saved.keys() - given - {*NOT_SAVED.split()}
+    return replace(flags, **{name: saved[name] for name in names})
 
 
-def restore_(saved: dict[str, Any], state: dict[str, Any], model: Any, optimizers: list[Any]) -> None:
-    """Put the state back, be it rank 0's or shares that each rank reads of."""
-    import ckpt
+def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
+    """Read the data of the flags as tokens.
 
-    if saved["shared"]:
-        from extras import sharded
-
-        sharded.restore_(saved["name"], model, optimizers, ckpt.read)
-    else:
-        ckpt.restore_({"optimizers": [{} for _ in optimizers], **state} if state else {}, model, optimizers)
-
-
-def tokenizer_of(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> str:
-    """The text of the tokenizer.json that --tokens names; a checkpoint, or what training begins with, has its own."""
-    vocabulary = saved.get("vocabulary", {})
-    words: str = vocabulary["chars"] if vocabulary.get("kind") == "tokenizer" else ""
-    if not words or "tokens" in given and os.path.exists(o.tokens):
-        with about(f"--tokens {o.tokens}"), open(o.tokens, encoding="utf-8") as file:
-            named = file.read()
-            if words and json.loads(named) != json.loads(words):
-                raise ValueError(f"not the tokenizer of {saved['name']}; leave it out, or start over with --fresh")
-        words = words or named
-    return words
+    chars: the characters or the tokenizer.json of the checkpoint; "" if there is none.
+    """
+    data, read = flags.data or "", chardata.read
+    list_files = extra("remote").download if "://" in data else chardata.list_files
+    if flags.tokenizer not in ("char", "byte"):
+        read = partial(extra("tokenizer").read_corpus, chardata)
+    return read([] if flags.data is None else list_files(data), flags.tokenizer, chars, flags.vocab)
 
 
-def read(o: SimpleNamespace, chars: str) -> Any:
-    """The data that the flags name, in `chars` if given. What a text is read as is a flag: an error of it says which."""
-    if o.tokens not in ("char", "byte") and not f"{o.tokens}".endswith(".json"):
-        raise ValueError(f"--tokens {o.tokens}: is not char, byte or the path of a tokenizer.json")
-    try:
-        corpus = tokenized(o.data, "tokenizer" if o.tokens.endswith(".json") else o.tokens, chars, o.vocab)
-    except UnicodeError as error:
-        raise ValueError(f"{error}: --tokens byte") from error
-    if corpus.kind in ("ids", "tokenizer"):
-        o.vocab = corpus.vocab  # to be the same when it goes on
-    return corpus
+def plan_batches(
+    flags: Flags, corpus: chardata.Corpus, digests: set[str]
+) -> tuple[chardata.BatchPlan, chardata.BatchPlan]:
+    """Return the plans of the batches for training and for validation.
 
-
-def tokenized(data: str | None, kind: str, chars: str, vocab: int | None) -> Any:
-    """The data as a chardata.Corpus of that kind: of "tokenizer", `chars` being a tokenizer.json, encoded once."""
-    import chardata
-
-    if kind != "tokenizer":
-        return chardata.read(data, kind, chars, vocab)
-    from extras import tokenizer
-
-    with about("the tokenizer"):
-        size = tokenizer.size(chars)
-        vocab = vocab or -(-size // 64) * 64
-        if size > vocab:
-            raise ValueError(f"has the id {size - 1}, and the vocabulary ends at {vocab - 1}")
-    corpus = chardata.read(data, "text", "", vocab)
-    if corpus.kind == "text":
-        version = f"{corpus.digest} {[stamp[1:] for stamp in corpus.stamps]}"  # with the time of the last change
-        corpus = chardata.read(tokenizer.encoded(corpus.shards, version, chars), "ids", "", vocab)
-    return corpus._replace(kind=kind, chars=chars, digest=chardata.digest(corpus.shards, chars))
-
-
-def sharing(o: SimpleNamespace, world: Any) -> Any:
-    """A group for what the ranks write together into --out, or None if rank 0 writes alone."""
-    if o.checkpoint == "whole" or world.size == 1:
-        return None
-    from extras import sharded
-
-    if not sharded.in_common(o.out):
-        raise ValueError("is not one folder for all ranks, as --checkpoint sharded needs it")
-    return sharded.group(max(o.timeout, 3600.0))  # in it the ranks wait for one another's disks
-
-
-def load_state(out: str, entry: Any, ranks: int = 1, unsound: Mapping[str, str] = {}) -> dict[str, Any]:
-    """A checkpoint, be it a file or a folder of shares. Of shares that each of several ranks will read some of, only
-    names, types and shapes, unless they were found to be `unsound`."""
-    import ckpt
-
-    if entry.name.endswith(".pt"):
-        return ckpt.load(out, entry)
-    from extras import sharded
-
-    path = f"{out}/{entry.name}"
-    if path in unsound:
-        raise ValueError(unsound[path])
-    return sharded.load(path, ckpt.read) if ranks == 1 else sharded.outline(path)
-
-
-def damage(saved: dict[str, Any], world: Any) -> str:
-    """What is wrong with the shares of a checkpoint, the same on all ranks, or "". Each rank looks at some."""
-    if not saved.get("shared"):
-        return ""
-    from extras import sharded
-
-    return sharded.damage(saved["name"], world.rank, world.size)
-
-
-def find(out: str, read: Callable[[str, Any], dict[str, Any]] = load_state) -> tuple[Any, list[str]]:
-    """(the newest checkpoint that verifies or None, what was wrong with newer ones). ValueError if none does."""
-    import ckpt
-
-    found, rejected = ckpt.newest(out, read)
-    if rejected and not found:
-        raise ValueError(f"{out}: no checkpoint can be used; {rejected[0]}; --fresh discards all and starts over")
-    if found:
-        with about(f"{out}/{found.entry.name}"):
-            check_saved(found.state, found.entry.step)
-    return found, rejected
-
-
-def check_saved(state: dict[str, Any], step: int) -> None:
-    """ValueError unless a checkpoint holds what `save` puts there, and flags that could have been given."""
-    try:
-        config, vocabulary = state["config"], state["vocabulary"]
-        sound = (
-            (state["step"], type(state["step"]), type(state["scaler"]), type(state["data"])) == (step, int, dict, str)
-            and config.keys() >= {*PINNED, "data"}
-            and flags.could_be_given(cli, config)
-            and vocabulary["kind"] in ("char", "byte", "ids", "tokenizer")
-            and (type(vocabulary["vocab"]), type(vocabulary["chars"])) == (int, str)
+    ValueError if the data do not fit the flags, or do not have the digests of rank 0 and of the
+    checkpoint.
+    """
+    with usage_errors(f"--data {flags.data}: "):
+        if digests != {corpus.digest}:
+            raise ValueError("differs between ranks or from the data of the run; see --fresh")
+        train, val = chardata.split(corpus.tokens, flags.val_fraction)
+        plan = chardata.BatchPlan(
+            train, flags.block_size, flags.batch_size, flags.seed, corpus.vocab
         )
-        weights = sum(tensor.numel() for tensor in state["model"].values())
-    except (KeyError, TypeError, AttributeError):
-        sound = False
-    if not sound:
-        raise ValueError("not written by this program; --fresh discards it")
-    if 12 * config["layers"] * config["embd"] ** 2 + vocabulary["vocab"] * config["embd"] > weights:
-        raise ValueError(f"has only {weights:,} weights, fewer than its flags tell of; --fresh discards it")
+        chardata.steps_per_epoch(plan)
+        if val and chardata.num_tokens(val) < 2:
+            raise ValueError(f"--val-fraction {flags.val_fraction} leaves only one token")
+    return plan, plan._replace(tokens=val, batch_size=max(1, EVAL_TOKENS // flags.block_size))
 
 
-def imported(path: str) -> dict[str, Any]:
-    """A model from elsewhere, as what a checkpoint begins with: weights, the flags that they tell of, the vocabulary."""
-    import ckpt
-    from extras import exchange
+def check_flags(flags: Flags, world_size: int) -> None:
+    """ValueError for flags that contradict each other or the number of ranks."""
+    if flags.batch_size < world_size:
+        small = f"--batch-size {flags.batch_size}"
+        raise ValueError(f"{small} is smaller than the number of ranks, {world_size}")
+    if flags.min_lr > flags.lr:
+        raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
 
-    if ckpt.entries(path):
-        found, _ = find(path)
-        sizes, vocabulary, weights = (found.state[key] for key in ("config", "vocabulary", "model"))
+
+def model_config(vocab: int, flags: State) -> gpt.Config:
+    """Return the sizes of the model that the flags describe."""
+    return gpt.Config(vocab, **{name: flags[name] for name in gpt.Config._fields[1:]})
+
+
+def replicate(
+    model: gpt.GPT, flags: Flags, world: ddp_setup.World
+) -> tuple[torch.nn.Module, ModuleType | None]:
+    """Distribute the model over the ranks; return the module to train, and the extra if in use."""
+    if flags.strategy != "ddp" and world.size > 1:
+        fsdp = extra("fsdp")
+        return fsdp.shard_(model, world.size, world.device, [*model.blocks], flags.strategy), fsdp
+    replica = ddp_setup.replicate(model, world)
+    if flags.compress == "bf16":
+        extra("fsdp").compress_(replica)
+    return replica, None
+
+
+def make_optimizers(model: gpt.GPT, flags: Flags) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters, or AdamW and, for the matrices of the blocks, Muon."""
+    groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
+    matrices, muon = groups["matrices"], list[torch.optim.Optimizer]()
+    if flags.optimizer == "muon":
+        # match_rms_adamw scales the updates so that one learning rate fits both (Liu et al., 2025).
+        muon = [torch.optim.Muon(matrices, lr, decay, adjust_lr_fn="match_rms_adamw")]
+    decayed = groups["embeddings"] + ([] if muon else matrices)
+    settings = [{"params": decayed, "weight_decay": decay}]
+    settings += [{"params": groups["vectors"], "weight_decay": 0.0}] if groups["vectors"] else []
+    return [torch.optim.AdamW(settings, lr, (0.9, 0.95), fused=True), *muon]
+
+
+def pick_dtype(flag: str, device: torch.device) -> str:
+    """Return the dtype of the flag. "auto" is bfloat16 if the device has it, else float32."""
+    if flag != "auto":
+        return flag
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        sizes, words, weights = exchange.read(path, ckpt.read)
-        vocabulary = {**words, "vocab": sizes["vocab"]}
-    config = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
-    kind = vocabulary["kind"]
-    config |= {"vocab": vocabulary["vocab"]} if kind in ("ids", "tokenizer") else {"tokens": kind}
-    config |= {"tokens": f"{path}/tokenizer.json"} if kind == "tokenizer" else {}
-    return {"model": weights, "config": config, "vocabulary": vocabulary}
+        fast = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if fast else "float32"
 
 
-def take_over_(o: SimpleNamespace, given: list[str], saved: dict[str, Any]) -> None:
-    """What the command line does not say is as in the checkpoint, ours or imported; what it contradicts is an error."""
-    or_else = ", or start over with --fresh" if "step" in saved else ""
-    for name in vars(o).keys() & saved["config"].keys() - set(OWN):
-        ours, theirs = getattr(o, name), saved["config"][name]
-        alike = name == "tokens" and all(f"{v}".endswith(".json") for v in (ours, theirs))  # see tokenizer_of
-        if name not in given:
-            setattr(o, name, theirs)
-        elif name in (*PINNED, "init_from") and ours != theirs and not alike:
-            flag = f"--{name.replace('_', '-')}"
-            made = f"{saved['name']}, made with {flag} {theirs}"
-            raise ValueError(f"{flag} {ours} contradicts {made}; leave it out{or_else}")
+def should_compile(flag: bool | None, device: torch.device, flops: float) -> bool:
+    """Whether to compile. Without a flag: on CUDA, and on a CPU if it wins back its 30 seconds.
+
+    flops: those of the whole run, so that a resumed run decides the same.
+    """
+    if flag is not None:
+        return flag
+    worth_it = device.type == "cuda" or (device.type == "cpu" and flops > 5e13)
+    return worth_it and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def check(o: SimpleNamespace, world: Any, vocab: int, val_tokens: int) -> None:
-    """What no single flag can know of the others."""
-    from extras import machine
+def prepare_folder(
+    flags: Flags,
+    storage: ModuleType,
+    step: int,
+    rejected: list[str],
+    config: State,
+    held: list[object],
+) -> float:
+    """Write the first files into --out; return the seconds that the run took before. For rank 0.
 
-    if not o.out:
-        raise ValueError("--out is empty; name a folder or a URL")
-    if o.batch_size < world.size:
-        raise ValueError(f"--batch-size {o.batch_size} is smaller than the {world.size} ranks that share it")
-    if o.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError("pip install tensorboard to write for it")
-    if o.init_from and os.path.realpath(o.init_from) == os.path.realpath(o.out):
-        raise ValueError(f"--init-from {o.init_from} is --out itself; name another --out")
-    if o.checkpoint == "sharded" and "://" in o.out:
-        raise ValueError(f"--checkpoint sharded needs a folder that all ranks share; --out is {o.out}")
-    if o.profile and "://" in o.out:
-        raise ValueError(f"--profile {o.profile}: its trace needs a folder; --out is {o.out}")
-    if o.compress != "none" and o.strategy != "ddp":
-        raise ValueError(f"--compress {o.compress} is for --strategy ddp alone, not {o.strategy}")
-    if o.min_lr > o.lr:
-        raise ValueError(f"--min-lr {o.min_lr} is higher than --lr {o.lr}")
-    parameters = o.layers * 12 * o.embd**2 + 2 * vocab * o.embd
-    each = {"ddp": 12, "zero": 4 + 8 / world.size, "fsdp": 12 / world.size}  # bytes: weight, gradient, one moment
-    needed, there = 1e-9 * each[o.strategy] * parameters, machine.memory(world.device) / 1e9
-    if needed > there:
-        raise ValueError(
-            f"--layers {o.layers} --embd {o.embd}: {parameters:,} parameters need {needed:,.0f} GB to be trained; "
-            f"{world.device} has {there:,.0f} GB"
-        )
-    if o.val_fraction and val_tokens < 2:
-        raise ValueError(f"--val-fraction {o.val_fraction} leaves {val_tokens} tokens; 2 are needed, or none")
-
-
-def make_optimizers(model: Any, o: SimpleNamespace) -> list[Any]:
-    """Muon for the blocks' matrices if so asked, AdamW for what remains; one learning rate for both."""
-    import torch
-
-    import gpt
-
-    kinds = gpt.groups(model)
-    decayed = kinds["embeddings"] + (kinds["matrices"] if o.optimizer == "adamw" else [])
-    groups = [{"params": decayed, "weight_decay": o.weight_decay}]
-    if kinds["vectors"]:
-        groups.append({"params": kinds["vectors"], "weight_decay": 0.0})
-    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=o.lr, betas=(0.9, 0.95), fused=True)]
-    if o.optimizer == "muon":  # scaled so that its updates are as large as AdamW's (Liu et al., 2025)
-        muon = torch.optim.Muon(kinds["matrices"], lr=o.lr, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw")
-        made.append(muon)
-    return made
-
-
-# ---------------------------------------------------------------------------------------------- the out folder
-
-
-def open_folder(o: SimpleNamespace, job: Job, world: Any, rejected: list[str]) -> None:
-    """First writes: the lock; config.json; metrics without the steps that will be done again; damaged files set aside."""
-    import torch
-
-    import ckpt
-
-    ckpt.make_folder(o.out)
-    ckpt.lock(o.out)  # and never let go
+    Put the lock of the folder into `held`. Delete an old run for --fresh, set damaged checkpoints
+    aside, and remove the metrics after `step`, because these steps are done again.
+    """
+    storage.make_folder(flags.out)
+    held.append(storage.lock(flags.out))
     damaged = [line.split(":")[0] for line in rejected]
-    if not o.fresh and any(e.step > job.start and e.name not in damaged for e in ckpt.entries(o.out)):
-        raise ValueError("another run has written to it just now; start again to go on from there")
-    if o.fresh:
-        for entry in ckpt.entries(o.out):
-            ckpt.remove(o.out, entry.name)
+    for entry in storage.list_checkpoints(flags.out):
+        if flags.fresh:
+            storage.remove(flags.out, entry.name)
+        elif entry.step > step and entry.name not in damaged:
+            raise ValueError(
+                "another run has just written to it; start again to continue from there"
+            )
     for name, line in zip(damaged, rejected):
-        ckpt.set_aside(o.out, name)
-        warn(f"{line}; set aside, going on from step {job.start}")
-    lines = folder.metrics(o.out, job.start)
-    job.lines.extend(lines if "://" in o.out else [])
-    folder.write(o.out, "metrics.jsonl", "".join(lines))
-    ran_on = {"ranks": world.size, "device": str(world.device), "torch": torch.__version__, "peak_flops": job.peak}
-    folder.write(o.out, "config.json", json.dumps({**folder.without_passwords(vars(o)), **ran_on}, indent=1))
+        storage.set_aside(flags.out, name)
+        warn(f"{line}; set aside, continuing from step {step}")
+    seconds, lines = 0.0, list[str]()
+    for line in storage.read_text(flags.out, "metrics.jsonl").splitlines(keepends=True):
+        complete = re.fullmatch(r'{"step": (\d+), .*"seconds": ([\d.]+)}\n', line)  # not cut off
+        if complete and int(complete[1]) <= step:
+            seconds, lines = float(complete[2]), [*lines, line]
+    storage.write_text(flags.out, "metrics.jsonl", "".join(lines))
+    storage.write_text(flags.out, "config.json", json.dumps(config, indent=1))
+    return seconds
 
 
-def save(o: SimpleNamespace, job: Job, world: Any, step: int, loss: float | None, writing: Any) -> Any:
-    """Copy the state, on every rank, and start to write it, once the write before has ended."""
-    import ckpt
-
-    config = {name: value for name, value in folder.without_passwords(vars(o)).items() if name not in OWN}
-    vocabulary = {"vocab": job.corpus.vocab, "kind": job.corpus.kind, "chars": job.corpus.chars}
-    scaler = job.scaler.state_dict()
-    small = {"step": step, "config": config, "vocabulary": vocabulary, "data": job.corpus.digest, "scaler": scaler}
-    complain(writing)
-    if job.sharing:
-        from extras import sharded
-
-        temporary, name = os.path.join(o.out, f"{ckpt.TEMPORARY}{step}"), partial(ckpt.named, step, loss, ending="")
-        write: Callable[[], Any] = sharded.save(
-            temporary, lambda d: name(d).name, job.model, job.optimizers, job.sharing, **small
-        )
-    else:
-        state = ckpt.snapshot(job.model, job.optimizers, **small)
-        if world.rank:
-            return None
-        write = partial(ckpt.save, o.out, state, step, loss)
-    return ckpt.in_background(write_all, o, world, write, list(job.lines))
-
-
-def write_all(o: SimpleNamespace, world: Any, write: Callable[[], Any], lines: list[str]) -> None:
-    """What a save writes, beside the training: a URL's metrics, the checkpoint; then what is too many goes."""
-    import ckpt
-
-    upload_metrics(o.out, lines)
-    write()
-    if world.rank == 0:
-        ckpt.prune(o.out, o.keep)
-
-
-def complain(writing: Future[Any] | None) -> bool:
-    """Wait for a write; -> whether it went well. If not, training goes on and the next save tries again."""
+def wait_for_save(writing: Future[object] | None) -> bool:
+    """Wait for a save; return whether it succeeded. If not, the next save tries again."""
     try:
         if writing:
             writing.result()
         return True
-    except OSError as error:
-        warn(f"checkpoint not written: {said(error)}; those before it are untouched")
+    except (OSError, ValueError) as error:
+        warn(f"checkpoint not written: {error}; the checkpoints before it are untouched")
         return False
 
 
-# ---------------------------------------------------------------------------------------------------- output
+# ------------------------------------------------------------------------------ output and errors
 
 
-def log_step(o: SimpleNamespace, job: Job, world: Any, step: int, report: Any, seconds: float, live: Live) -> Live:
-    """One line of metrics.jsonl and, unless that is a terminal, of the output, from rank 0."""
-    if world.rank == 0:
-        rate = (job.tokens(step) - job.tokens(live.step)) / (seconds - live.logged)
-        record = figures(job, world, step, report, seconds, live, rate)
-        record |= {"loss": float(report.loss), "grad_norm": float(report.grad_norm)}
-        record |= {"seconds": round(time.perf_counter() - STARTED, 3), "skipped": int(report.skipped)}
-        write_metrics(o, job, {key: record[key] for key in METRICS if key != "skipped" or record[key]})
-        if not live.shown:
-            say(progress.plain(record))
-    return live._replace(step=step, logged=seconds)
+def say(text: str) -> None:
+    """Print a line."""
+    with warn_of_os_errors("output"):  # a full disk or a closed pipe must not end the training
+        click.echo(CLEAR_LINE + text)
 
 
-def draw(job: Job, world: Any, step: int, report: Any, seconds: float, live: Live, doing: str | None) -> Live:
-    """Renew the line at the terminal's foot, if it is time or if this is `doing` something else from now on."""
-    if not progress.due(live, seconds, doing):
-        return live
-    import torch
-
-    import loop
-
-    read = loop.to_host(torch.stack([report.loss, report.skipped]))
-    live = progress.follow(live, job.tokens(step), seconds, read, late=report.loss.is_cuda)
-    record = figures(job, world, step, report, seconds, live, live.rate)
-    record |= {"loss": progress.mean(live), "skipped": sum(live.latest[1:]), "doing": doing}
-    say(progress.drawn(record, sys.stdout), nl=False)
-    return live
+def draw(text: str) -> None:
+    """Print a line. In a terminal it is cut to the width, and the next line replaces it."""
+    if not sys.stdout.isatty():
+        return say(text)
+    click.echo(CLEAR_LINE + text[: shutil.get_terminal_size().columns - 1], nl=False)
 
 
-def figures(job: Job, world: Any, step: int, report: Any, seconds: float, live: Live, rate: Any) -> dict[str, Any]:
-    """What a line tells of a step that is known without waiting for the device."""
-    return {
-        "step": step, "total": job.total, "epoch": round(job.epoch(step), 4), "tokens": job.tokens(step),
-        "val_loss": live.val_loss, "lr": report.lr, "tokens_per_s": rate and round(rate, 1),
-        "mfu": rate and round(rate * job.flops / job.peak, 4), "memory": progress.memory(world.device.type),
-        "eta": progress.eta(step - job.start, seconds, live.first, job.total - step),
-    }  # fmt: skip
-
-
-def log_evaluation(o: SimpleNamespace, job: Job, world: Any, step: int, sums: tuple[float, float], live: Live) -> Live:
-    """One line of metrics.jsonl and one of the output, from rank 0."""
-    live = live._replace(val_loss=sums[0] / sums[1])
-    if world.rank == 0:
-        seconds = round(time.perf_counter() - STARTED, 3)
-        write_metrics(o, job, {"step": step, "val_loss": live.val_loss, "seconds": seconds})
-        say(progress.over(f"step {step}  validation loss {live.val_loss:.4f}", sys.stdout))
-    return live
-
-
-def write_metrics(o: SimpleNamespace, job: Job, record: dict[str, Any]) -> None:
-    """A line of metrics.jsonl, and of TensorBoard if asked; for a URL it is kept until the next save."""
-    if job.board:
-        from extras import board
-
-        with aside("metrics"):
-            board.write(job.board, record)
-    if "://" in o.out:
-        job.lines.append(folder.line(record))
-        return
-    with aside("metrics"):
-        folder.append(o.out, "metrics.jsonl", folder.line(record))
-
-
-def upload_metrics(out: str, lines: list[str]) -> None:
-    """All lines of metrics to a URL, which cannot append."""
-    if lines:
-        with aside("metrics"):
-            folder.write(out, "metrics.jsonl", "".join(lines))
-
-
-@contextmanager
-def aside(what: str) -> Iterator[None]:
-    """What cannot be written in here is no reason to end a training."""
-    try:
-        yield
-    except BrokenPipeError:  # whoever read the output has enough
-        raise
-    except OSError as error:
-        warn_once(f"{what} not written: {said(error)}; training goes on")
-
-
-def warn(text: str) -> None:
-    """One line on stderr."""
-    tell(f"Warning: {text}")
+def format_record(record: State, total: int, seconds_left: float) -> str:
+    """Return the line that is printed for a step."""
+    return (
+        f"step {record['step']}/{total}  epoch {record['epoch']:.2f}  loss {record['loss']:.4f}"
+        f"  lr {record['lr']:.1e}  {record['tokens_per_s']:,.0f} tokens/s"
+        f"  eta {timedelta(seconds=round(seconds_left))}"
+    )
 
 
 def tell(text: str) -> None:
-    """On stderr, where the line of a training's progress may be."""
-    click.echo(progress.over(folder.without_password(text), sys.stderr), err=True)
+    """Print a line on stderr."""
+    with suppress(OSError):
+        click.echo(CLEAR_LINE + without_password(text), err=True)
+
+
+def warn(text: str) -> None:
+    tell(f"Warning: {text}")
 
 
 warn_once = functools.cache(warn)
 
 
-def say(text: str, nl: bool = True) -> None:
-    """Print; training does not end because its log is on a full disk."""
-    with aside("output"):
-        click.echo(text, nl=nl)
+@contextmanager
+def warn_of_os_errors(what: str) -> Iterator[None]:
+    """Turn an OSError into a warning, printed once, that `what` was not written."""
+    try:
+        yield
+    except OSError as error:
+        warn_once(f"{what} not written: {error}; training continues")
 
 
-def say_finished(o: SimpleNamespace, job: Job, world: Any) -> int:
-    """That there is nothing left to do, and how to go on; -> the exit code."""
-    if world.rank == 0:
-        limit = f"--steps {o.steps}" if o.steps and job.total == o.steps else f"--epochs {o.epochs}"
-        click.echo(
-            f"The run in {folder.without_password(o.out)} is finished: {job.start} steps, {limit}. "
-            f"To go on give a higher {limit.split()[0]}; to start over, --fresh."
-        )
-    return DONE
+@contextmanager
+def usage_errors(subject: str = "") -> Iterator[None]:
+    """Turn errors about values, files and packages into one line after `subject`; exit code 2."""
+    try:
+        yield
+    except ConnectionError:  # a rank was lost
+        raise
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+        raise click.UsageError(f"{subject}{error}") from error
 
 
-def say_end(o: SimpleNamespace, job: Job, live: Live, stopped: bool) -> None:
-    """How the training ended, from rank 0."""
-    if live.shown:
-        click.echo()
-    rate = (job.tokens(live.step) - job.tokens(job.start)) / max(live.logged, 1e-9)
-    if stopped:
-        click.echo(f"Stopped as asked, after step {live.step} of {job.total}; the same command goes on from there.")
-    else:
-        text = f"validation loss {live.val_loss:.4f}" if live.val_loss is not None else "no validation"
-        out = folder.without_password(o.out)
-        click.echo(f"Done: {live.step} steps, {text}, {rate:,.0f} tokens/s. Checkpoints and metrics are in {out}.")
+def without_password(text: str) -> str:
+    """Return a text without the user and password of the URLs in it."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
-def say_sample(job: Job, weights: dict[str, Any], device: Any, count: int = 400) -> None:
-    """Print `count` tokens that the trained weights go on with."""
-    import torch
-
-    import gpt
-
-    model = gpt.build(job.config, 0)  # never compiled, as each length of the context would be
-    model.load_state_dict(weights)
-    first = torch.from_numpy(job.train[0][:1].astype("int64"))
-    click.echo("A sample:")
-    stream(model.to(device), job.corpus, first, count, temperature=0.8)
+def json_line(record: State) -> str:
+    """Return a record of numbers as a line of JSON, which has null for NaN and infinity."""
+    finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
+    return json.dumps(finite) + "\n"
 
 
-def stream(model: Any, vocabulary: Any, prompt: Any, count: int, **how: Any) -> None:
-    """Print `count` sampled tokens as they come, each character once it is whole."""
-    import chardata
-    import gpt
+# ------------------------------------------------------------------------------ sample and evaluate
 
-    ids = islice(gpt.sample(model, prompt, **how), count)
-    if vocabulary.kind == "tokenizer":
-        from extras import tokenizer
 
-        texts = tokenizer.decoded(prompt.tolist(), ids, vocabulary.chars)
-    else:
-        parts = (chardata.decode([token], vocabulary.kind, vocabulary.chars) for token in ids)
-        texts = codecs.iterdecode(parts, "utf-8", "replace")  # one token may be half a character
-    for text in texts:
+def newest_checkpoint(out: str) -> State:
+    """Return the newest checkpoint that verifies; warn of newer ones. ValueError if there is none."""
+    state, rejected = find_checkpoint(out, open_storage(out))
+    if not state:
+        raise ValueError(f"{out}: there is no checkpoint; train first, or name another --out")
+    for line in rejected:
+        warn(f"{line}; using {state['name']}")
+    return state
+
+
+def load_model(out: str, device: torch.device) -> tuple[gpt.GPT, State]:
+    """Return the model of the newest checkpoint in `out`, ready for inference, and the checkpoint."""
+    state = newest_checkpoint(out)
+    with usage_errors(f"{state['name']}: "):
+        model = gpt.build(model_config(state["vocabulary"]["vocab"], state["config"]), 0)
+        ckpt.check_matches(state, model)
+    model.load_state_dict(state["model"])
+    return model.to(device).eval(), state
+
+
+def codec(kind: str) -> ModuleType:
+    """Return the module that has `encode` and `decode` for tokens of this kind."""
+    return extra("tokenizer") if kind == "tokenizer" else chardata
+
+
+def print_sample(
+    model: gpt.GPT, vocabulary: State, prompt: np.ndarray, count: int, **settings: Any
+) -> None:
+    """Print the prompt, (T,) ids, and `count` generated tokens, each character when it is complete."""
+    kind, ids = vocabulary["kind"], torch.from_numpy(prompt.astype("int64"))
+    generated = islice(gpt.sample(model, ids, **settings), count)
+    for text in codec(kind).decode(chain(ids.tolist(), generated), kind, vocabulary["chars"]):
         click.echo(text, nl=False)
     click.echo()
 
 
-def encode(text: str, vocabulary: Any) -> Any:
-    """(n,) ids of a text."""
-    import chardata
-
-    if vocabulary.kind == "tokenizer":
-        from extras import tokenizer
-
-        return tokenizer.encode(text, vocabulary.chars)
-    return chardata.encode(text, vocabulary.kind, vocabulary.chars)
+OUT = click.option("--out", default="out", metavar="FOLDER", help="Folder or URL of checkpoints.")
+DEVICE = click.option("--device", default="auto", metavar="auto|cpu|cuda|mps", help="Device.")
 
 
-# ------------------------------------------------------------------------------------------------ sub-commands
-
-
-def newest(out: str) -> Any:
-    """The newest checkpoint that verifies; ValueError if there is none."""
-    found, rejected = find(out)
-    if not found:
-        raise ValueError(f"{out}: there is no checkpoint; train first, or name another folder with --out")
-    for line in rejected:
-        warn(f"{line}; using {found.entry.name}")
-    return found
-
-
-def load(out: str, device: Any) -> tuple[Any, SimpleNamespace, SimpleNamespace]:
-    """(model, its vocabulary, its training's flags) of the newest checkpoint that verifies."""
-    import ckpt
-    import gpt
-
-    found = newest(out)
-    o, vocabulary = SimpleNamespace(**found.state["config"]), SimpleNamespace(**found.state["vocabulary"])
-    with about(f"{out}/{found.entry.name}"):
-        model = gpt.build(gpt.Config(vocabulary.vocab, o.block_size, o.layers, o.heads, o.embd, 0.0, o.arch), 0)
-        ckpt.check(found.state, model)
-    model.load_state_dict(found.state["model"])
-    return model.to(device).eval(), vocabulary, o
-
-
-out_option = click.option("--out", default="out", metavar="FOLDER", help="Where the checkpoints are.")
-device_option = click.option("--device", default="auto", metavar="auto|cpu|cuda|mps")
-
-
-@cli.command("sample")
-@out_option
-@device_option
-@click.option("--prompt", help="Text to go on from; bare ids as numbers.  [default: a new line]")
-@click.option("--tokens", type=_count, default=500, help="How many to make.")
-@click.option("--temperature", type=click.FloatRange(0), default=0.8, help="0: always the likeliest.")
-@click.option("--top-k", type=_from_zero, default=0, help="Among the K likeliest; 0: all.")
-@click.option(
-    "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Among the likeliest that make up P."
-)
-@click.option("--seed", type=_seed, help="To get the same again.  [default: another each time]")
-def sample(**options: Any) -> None:
-    """Print what the newest checkpoint goes on with.
+@click.command
+@OUT
+@DEVICE
+@click.option("--prompt", help="Text to continue; for bare ids, numbers.  [default: a new line]")
+@click.option("--max-new-tokens", type=COUNT, default=500, help="Number of tokens to generate.")
+@click.option("--temperature", type=FACTOR, default=0.8, help="0: always the most probable token.")
+@click.option("--top-k", type=FROM_ZERO, default=0, help="Draw from K tokens; 0 means all.")
+@click.option("--top-p", type=PROBABILITY, default=1.0, help="Draw from those with probability P.")
+@click.option("--seed", type=SEED, help="To get the same text again.  [default: a new seed]")
+def sample(
+    out: str,
+    device: str,
+    prompt: str | None,
+    max_new_tokens: int,
+    seed: int | None,
+    **settings: float,
+) -> None:
+    """Print text that the newest checkpoint generates.
 
     \b
-      python run.py sample --prompt "The " --tokens 200
+      python run.py sample --prompt "The " --max-new-tokens 200
     """
-    flags.check_numbers(sample, options)
-    import torch
-
-    import ddp_setup
-
-    o = SimpleNamespace(**options)
-    with users_mistakes(), ddp_setup.process_group(o.device) as world:
-        model, vocabulary, _ = load(o.out, world.device)
-        any_text = vocabulary.kind in ("byte", "tokenizer")
-        newline = "\n" if any_text or "\n" in vocabulary.chars else vocabulary.chars[:1] or "0"
-        prompt = newline if o.prompt is None else o.prompt
-        ids = encode(prompt, vocabulary)
-        if not len(ids) or ids.max() >= vocabulary.vocab:
-            raise ValueError(f"--prompt {prompt!r}: needs one token at least, and ids below {vocabulary.vocab}")
+    with usage_errors(), ddp_setup.process_group(device) as world:
+        model, state = load_model(out, world.device)
+        vocabulary = state["vocabulary"]
+        kind, vocab, chars = vocabulary["kind"], vocabulary["vocab"], vocabulary["chars"]
+        if prompt is None:  # the first character in a vocabulary is nearly always a new line
+            prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
+        ids = codec(kind).encode(prompt, kind, chars)
+        if not len(ids) or ids.max() >= vocab:
+            raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
         generator = torch.Generator(world.device)
-        generator.seed() if o.seed is None else generator.manual_seed(o.seed)
-    collect_again()
-    click.echo(prompt, nl=False)
-    how = {"temperature": o.temperature, "top_k": o.top_k, "top_p": o.top_p, "generator": generator}
-    stream(model, vocabulary, torch.from_numpy(ids.astype("int64")), o.tokens, **how)
+        generator.seed() if seed is None else generator.manual_seed(seed)
+    collect_garbage_again()
+    print_sample(model, vocabulary, ids, max_new_tokens, generator=generator, **settings)
 
 
-@cli.command("eval")
-@out_option
-@device_option
-@click.option("--data", metavar="PATH", help="A file, a glob or an fsspec URL.  [default: what validated the training]")
+@click.command("eval")
+@OUT
+@DEVICE
+@click.option("--data", metavar="PATH", help="As in training.  [default: its validation data]")
 def evaluate(out: str, device: str, data: str | None) -> None:
-    """Print the newest checkpoint's exact loss: every token of a text predicted once.
+    """Print the exact loss of the newest checkpoint, which predicts each token of a text once.
 
     \b
       python run.py eval --data other.txt
     """
-    import chardata
-    import ddp_setup
-    import gpt
-    import loop
-
-    with ExitStack() as stack:
-        with users_mistakes():
-            world = stack.enter_context(ddp_setup.process_group(device))
-            model, vocabulary, trained = load(out, world.device)
-            vocab = vocabulary.vocab if vocabulary.kind in ("ids", "tokenizer") else None
-            corpus = tokenized(data or trained.data, vocabulary.kind, vocabulary.chars, vocab)
-            if corpus.kind != vocabulary.kind:
-                raise ValueError(f"--data {data}: is {corpus.kind}; the model in {out} knows {vocabulary.kind}")
-            shards = corpus.shards if data else chardata.split(corpus.shards, trained.val_fraction)[1]
-            if chardata.length(shards) < 2:
-                raise ValueError(f"{data or 'the validation part'}: too short to evaluate; 2 tokens are needed")
-        share = {"rank": world.rank, "world_size": world.size, "vocab": vocabulary.vocab}
-        windows = chardata.every_window(shards, trained.block_size, max(1, AT_ONCE // trained.block_size), **share)
-        collect_again()
-        sums = loop.evaluate(model, reading(windows, corpus), gpt.loss)
-        assert sums  # as nobody asks it to stop
-        loss_sum, count = sums
+    with usage_errors(), ddp_setup.process_group(device) as world:
+        model, state = load_model(out, world.device)
+        config, vocabulary = state["config"], state["vocabulary"]
+        dtype, block_size = config["dtype"], config["block_size"]
+        flags = Flags(data or config["data"], config["vocab"], config["tokenizer"])
+        corpus = read_corpus(flags, vocabulary["chars"])
+        if corpus.kind != vocabulary["kind"]:
+            raise ValueError(
+                f"--data {data}: is {corpus.kind}; the model needs {vocabulary['kind']}"
+            )
+        tokens = corpus.tokens if data else chardata.split(corpus.tokens, config["val_fraction"])[1]
+        batch_size, vocab = max(1, EVAL_TOKENS // block_size), vocabulary["vocab"]
+        plan = chardata.BatchPlan(tokens, block_size, batch_size, vocab=vocab)
+        windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
+        collect_garbage_again()
+        loss = loop.evaluate(model, windows, gpt.loss, getattr(torch, dtype)) or 0.0
+        chardata.verify_unchanged(corpus)
     if world.rank == 0:
-        nats = loss_sum / count
-        characters = chardata.count_characters(shards, vocabulary.kind)
-        if vocabulary.kind == "tokenizer":
-            from extras import tokenizer
-
-            characters = tokenizer.count_characters(shards, vocabulary.chars)
-        per_character = f", {loss_sum / characters / math.log(2):.4f} bits per character" if characters else ""
-        click.echo(
-            f"loss {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}{per_character}, over {count:,.0f} tokens"
+        text = f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token"
+        text += (
+            f", perplexity {math.exp(loss):.4f}, over {chardata.num_tokens(tokens) - 1:,} tokens"
         )
+        click.echo(f"{text}, in {dtype}")
 
 
-@cli.command("info")
-@click.argument("out", default="out")
-def info(out: str) -> None:
-    """Print what the newest checkpoint in OUT is, and which of those there verify.
-
-    \b
-      python run.py info out
-    """
-    import ckpt
-    from extras import describe
-
-    def verified(entry: Any) -> dict[str, Any]:
-        state = load_state(out, entry)
-        check_saved(state, entry.step)
-        return state
-
-    with users_mistakes():
-        state, verdicts = describe.newest(ckpt.entries(out), verified)
-        config = ""
-        with suppress(OSError):
-            config = folder.read(out, "config.json")
-        if state:
-            click.echo(describe.describe(state, folder.metrics(out, state["step"]), config))
-        click.echo("".join(f"{line}\n" for line in verdicts), nl=False)
-        if not state:
-            raise ValueError(f"{out}: there is no checkpoint that can be used")
+# ------------------------------------------------------------------------------------ command line
 
 
-@cli.command("plot")
-@click.argument("outs", nargs=-1, required=True, metavar="OUT...")
-@click.option("-o", "--output", default="loss.png", metavar="FILE", help="A .png, .svg or .pdf.")
-def plot(outs: tuple[str, ...], output: str) -> None:
-    """Draw loss, throughput and learning rate of the runs in the folders OUT, in one figure.
+def start(**values: Any) -> None:
+    """Train a GPT on text, on one process or on many.
 
     \b
-      python run.py plot out out-wider -o loss.svg
+      python run.py                                   a default text, in less than a minute
+      python run.py --data mine.txt --spawn           one process per GPU, or per CPU core
+      torchrun --nproc-per-node 4 run.py --epochs 3   the same, started by torchrun
+
+    Started again with the same --out, a run continues where it stopped. Every flag can also be an
+    environment variable (DDPKIT_BATCH_SIZE) or a line in a --config file. The command line wins.
     """
-    from extras import plot
+    ctx = click.get_current_context()
+    if ctx.invoked_subcommand is None:
+        default = click.core.ParameterSource.DEFAULT
+        given = {name for name in values if ctx.get_parameter_source(name) is not default}
+        ctx.exit(launch(Flags(**values), given))
 
-    with users_mistakes():
-        runs = [plot.parse(out, *(folder.read(out, name) for name in ("metrics.jsonl", "config.json"))) for out in outs]
-        plot.draw(runs, output)
+
+def launch(flags: Flags, given: set[str]) -> int:
+    """Train in this process, or in the processes that --spawn asks for; return the exit code."""
+    # A stop signal that comes before the ranks handle it stays pending until then.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+    if flags.spawn is None:
+        return train(flags, given)
+    if "RANK" in os.environ:
+        raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
+    size = flags.spawn or torch.cuda.device_count() or ddp_setup.available_cpus()
+    flags = replace(flags, spawn=None)
+    return ddp_setup.spawn(main, size, train, flags, given, timeout=flags.timeout)
 
 
-@cli.command("export")
-@click.argument("out", default="out")
-@click.option(
-    "--format",
-    type=click.Choice(["hf", "safetensors", "nanogpt", "checkpoint"]),
-    required=True,
-    help="safetensors is a file, the others are folders; checkpoint: all of it in a single file, to go on from.",
+def click_arguments(flag: Field[Any]) -> dict[str, Any]:
+    """Return the arguments of the click option of a field of Flags."""
+    name = "--" + flag.name.replace("_", "-")
+    return {"param_decls": [name], "default": flag.default, **flag.metadata}
+
+
+cli = click.Group(
+    "run.py",
+    [sample, evaluate],
+    callback=start,
+    params=[click.Option(**click_arguments(flag)) for flag in fields(Flags)],
+    help=start.__doc__,
+    invoke_without_command=True,
+    context_settings={
+        "auto_envvar_prefix": "DDPKIT",
+        "show_default": True,
+        "max_content_width": 100,
+    },
 )
-@click.option("-o", "--output", required=True, metavar="PATH", help="What to write; must not exist.")
-def export(out: str, format: str, output: str) -> None:
-    """Write the newest checkpoint in OUT for other programs. --init-from reads it again.
-
-    \b
-      python run.py export out --format hf -o gpt2-mine
-    """
-    import ckpt
-    from extras import exchange
-
-    with users_mistakes():
-        if format == "checkpoint":
-            found = newest(out)
-            if os.path.lexists(output) and not (os.path.isdir(output) and not os.listdir(output)):
-                raise ValueError(f"{output}: exists already; name another")
-            ckpt.save(output, found.state, found.entry.step, found.entry.loss)
-            return
-        model, vocabulary, trained = load(out, "cpu")
-        config = {**model.config._asdict(), "dropout": trained.dropout}
-        words = {"kind": vocabulary.kind, "chars": vocabulary.chars}
-        exchange.write(exchange.Model(config, words, model.state_dict()), format, output)
+click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)(cli)
+with suppress(FileNotFoundError):  # extras/ is optional
+    extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
+    extra("flags").extend(cli, "DDPKIT", SECTIONS)
 
 
 def command_line() -> int:
-    """-> the exit code of what the command line asks for."""
-    flags.check_environment(cli, PREFIX)
+    """Run what the command line asks for and return the exit code."""
     return cli.main(standalone_mode=False) or DONE
+
+
+def main(command: Callable[..., int], *args: object) -> None:
+    """Run a command and exit with its code. A spawned process starts here too.
+
+    Every error ends here: as one line if the user can mend it, with a traceback if it is a bug.
+    """
+    gc.disable()  # until the first step: imports make no garbage, and looking for it takes 0.5 s
+    faulthandler.enable()  # shows where the program was if it is killed, as when a file is cut
+    code = FAILED
+    try:
+        if "SLURM_STEP_NUM_TASKS" in os.environ:
+            # Without this extra, ddp_setup refuses several tasks.
+            with usage_errors(), suppress(FileNotFoundError):
+                extra("slurm").set_launch_env_(os.environ)
+        code = command(*args)
+    except SystemExit as error:  # of a rank that has nothing to report
+        code = error.code if isinstance(error.code, int) else FAILED
+    except click.ClickException as error:
+        tell("Error: " + " ".join(error.format_message().split()))
+        code = error.exit_code
+    except (ConnectionError, ChildProcessError, FloatingPointError) as error:
+        tell(f"Error: {error}")  # a rank was lost or killed, or the training diverged
+    except Exception as error:
+        text = f"Error on rank {os.environ.get('RANK', '0')}: {error!r}"
+        if re.search("out of memory|allocate memory|failed to map|new thread|MemoryError", text):
+            tell(f"{text}; a higher --accum or --checkpoint-activations needs less memory")
+        else:
+            tell(f"{text}\n{traceback.format_exc()}")
+    # Leave at once: to free torch takes half a second, and a save that hangs must not keep the
+    # process. But run the handlers of atexit (coverage, profilers) and write what was printed.
+    atexit._run_exitfuncs()
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def collect_garbage_again() -> None:
+    """Collect garbage again, among the objects that are made from now on."""
+    gc.freeze()
+    gc.enable()
 
 
 if __name__ == "__main__":

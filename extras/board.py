@@ -1,26 +1,52 @@
-"""Figures for TensorBoard: `tensorboard --logdir out` shows them while the training goes on.
+"""Write metrics for TensorBoard. `tensorboard --logdir out` shows them during the training.
 
-    board = open_board("out", start=0)
-    write(board, {"step": 10, "loss": 2.5, "lr": 0.006})
+    writer = open_board("out", start=0)
+    write(writer, {"step": 10, "loss": 2.5, "lr": 0.006})
+
+    files = storage(ckpt, "out", start=0)      # writes each line of metrics for TensorBoard too
+    files.append_text("out", "metrics.jsonl", '{"step": 10, "loss": 2.5}\n')
 
 Needs torch and tensorboard.
 """
 
+import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
-
-def open_board(folder: str, start: int) -> Any:
-    """A torch.utils.tensorboard.SummaryWriter into `folder`. Of what an earlier run wrote there the steps after `start`
-    are no longer shown, as they are done again."""
+try:
     from torch.utils.tensorboard import SummaryWriter
+except ImportError as error:
+    raise ImportError("pip install tensorboard to write metrics for it") from error
 
+
+def open_board(folder: str, start: int) -> SummaryWriter:
+    """Return a writer into `folder`.
+
+    TensorBoard then hides what an earlier run wrote after step `start`, as it is done again.
+    """
     return SummaryWriter(folder, purge_step=start + 1)
 
 
-def write(board: Any, record: dict[str, Any]) -> None:
-    """Each finite number of `record` under its name, at record["step"]; it is in the file when this returns."""
+def write(writer: SummaryWriter, record: dict[str, Any]) -> None:
+    """Write each finite number of `record` under its name, at record["step"]; flush the file."""
     for name, value in record.items():
         if name != "step" and math.isfinite(value):
-            board.add_scalar(name, value, record["step"])
-    board.flush()
+            writer.add_scalar(name, value, record["step"])
+    writer.flush()
+
+
+def storage(inner: Any, folder: str, start: int) -> SimpleNamespace:
+    """Return the functions of `inner` (ckpt.py, or a record with its functions).
+
+    append_text also writes the line, which is a JSON object, for TensorBoard.
+    """
+    writer = open_board(folder, start)
+
+    def append_text(folder: str, name: str, line: str) -> None:
+        inner.append_text(folder, name, line)
+        values = json.loads(line).items()
+        write(writer, {key: math.nan if value is None else value for key, value in values})
+
+    functions = {name: getattr(inner, name) for name in dir(inner) if not name.startswith("_")}
+    return SimpleNamespace(**{**functions, "append_text": append_text})

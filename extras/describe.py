@@ -1,4 +1,10 @@
-"""What a checkpoint is, in words, from its state dict and what was logged on the way to it."""
+"""Describe checkpoints as text, from their state and from the metrics that their run wrote.
+
+    state, lines = verify_all(ckpt.list_checkpoints("out"), partial(ckpt.load, "out"))
+    print(describe(state, text_of_metrics_jsonl, text_of_config_json))
+
+Needs Python alone; the tensors in a state are only counted.
+"""
 
 import json
 from collections.abc import Callable, Iterable
@@ -6,55 +12,72 @@ from contextlib import suppress
 from typing import Any
 
 
-def newest(entries: Iterable[Any], load: Callable[[Any], dict[str, Any]]) -> tuple[dict[str, Any] | None, list[str]]:
-    """(what `load` makes of the last of `entries` for which it does not raise, a line on each), oldest first."""
-    state, verdicts = None, []
+def verify_all(
+    entries: Iterable[Any], load: Callable[[Any], dict[str, Any]]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Load all checkpoints; return the state of the last good one (or None) and a line on each.
+
+    load: raises OSError or ValueError for a checkpoint that cannot be used.
+    """
+    state, lines = None, []
     for entry in entries:
         try:
             state = load(entry)
-            verdict = f"verified, {size(tensors(state))}"
+            lines.append(f"{entry.name}  verified, {_size([*_weights(state), *_moments(state)])}")
         except (OSError, ValueError) as error:
-            verdict = f"{error}"
-        verdicts.append(f"{entry.name}  {verdict}")
-    return state, verdicts
+            lines.append(f"{entry.name}  {error}")
+    return state, lines
 
 
-def describe(state: dict[str, Any], metrics: Iterable[str], config: str) -> str:
-    """state: the checkpoint; metrics: lines of JSON objects up to its step; config: what its run left beside it."""
-    lines, ran_on = [json.loads(line) for line in metrics], {}
+def describe(state: dict[str, Any], metrics: str, config: str) -> str:
+    """Return a description of several lines.
+
+    state: a checkpoint of run.py. metrics, config: the texts of metrics.jsonl and config.json, or
+    "". Only metrics up to the step of the checkpoint count. "unknown" stands for missing values.
+    """
+    records, run = list[dict[str, Any]](), dict[str, Any]()
+    for line in metrics.splitlines():
+        with suppress(ValueError, TypeError, KeyError):  # a crash can leave an incomplete line
+            record = json.loads(line)
+            records += [record] if record["step"] <= state["step"] else []
     with suppress(ValueError, TypeError):
-        ran_on = dict(json.loads(config))
-    c, v = state["config"], state["vocabulary"]
-    weights, moments = list(tensors(state["model"])), list(tensors(state["optimizers"]))
+        run = dict(json.loads(config))
+    c, v, weights = state["config"], state["vocabulary"], _weights(state)
+    parameters = sum(weight.numel() for weight in weights)
     shown = {
-        "model": f"{c['arch']}, {c['layers']} layers, {c['heads']} heads, {c['embd']} wide, block size {c['block_size']}",
+        "model": f"{c['arch']}, {c['layers']} layers, {c['heads']} heads, width {c['embd']}, "
+        f"block size {c['block_size']}",
         "vocabulary": f"{v['vocab']} tokens of kind {v['kind']}",
-        "parameters": f"{sum(w.numel() for w in weights):,} ({size(weights)}; the optimizer's state {size(moments)})",
-        "trained": f"{state['step']:,} steps, {last(lines, 'tokens', ',')} tokens, {last(lines, 'epoch', '.4g')} epochs",
-        "loss": f"training {last(lines, 'loss', '.4f')}, validation {last(lines, 'val_loss', '.4f')}",
-        "made with": ", ".join(f"{key} {ran_on[key]}" for key in ("torch", "ranks", "device") if key in ran_on),
-        "flags": " ".join(f"--{key.replace('_', '-')} {value}" for key, value in c.items() if value is not None),
+        "parameters": f"{parameters:,} ({_size(weights)}; optimizers {_size(_moments(state))})",
+        "trained": f"{state['step']:,} steps, {_last(records, 'tokens', ',')} tokens, "
+        f"{_last(records, 'epoch', '.4g')} epochs",
+        "loss": f"training {_last(records, 'loss', '.4f')}, "
+        f"validation {_last(records, 'val_loss', '.4f')}",
+        "made with": ", ".join(
+            f"{key} {run[key]}" for key in ("torch", "ranks", "device") if key in run
+        ),
+        "flags": " ".join(
+            f"--{k.replace('_', '-')} {value}" for k, value in c.items() if value is not None
+        ),
     }
     return "\n".join(f"{key:<11} {text or 'unknown'}" for key, text in shown.items())
 
 
-def tensors(state: Any) -> Iterable[Any]:
-    """Those in a nest of dicts and lists; one that is there under two names, as a tied head is, once."""
-    found, left = {}, [state]
-    while left:
-        value = left.pop()
-        if isinstance(value, (dict, list)):
-            left += value.values() if isinstance(value, dict) else value
-        elif hasattr(value, "data_ptr"):
-            found[value.data_ptr(), value.shape] = value
-    return found.values()
+def _weights(state: dict[str, Any]) -> list[Any]:
+    """Return the tensors of the model. One with two names, such as a tied head, counts once."""
+    return [*{(w.data_ptr(), w.shape): w for w in state["model"].values()}.values()]
 
 
-def last(lines: Iterable[dict[str, Any]], key: str, format: str) -> str:
-    """The last number under `key`, or "unknown"."""
-    numbers = [line[key] for line in lines if isinstance(line.get(key), (int, float))]
+def _moments(state: dict[str, Any]) -> list[Any]:
+    states = [optimizer.get("state", {}) for optimizer in state.get("optimizers", [])]
+    return [tensor for of in states for moments in of.values() for tensor in moments.values()]
+
+
+def _last(records: Iterable[dict[str, Any]], key: str, format: str) -> str:
+    """Return the last number under `key`, formatted, or "unknown"."""
+    numbers = [record[key] for record in records if isinstance(record.get(key), (int, float))]
     return f"{numbers[-1]:{format}}" if numbers else "unknown"
 
 
-def size(those: Iterable[Any]) -> str:
-    return f"{sum(tensor.nbytes for tensor in those) / 1e6:,.1f} MB"
+def _size(tensors: Iterable[Any]) -> str:
+    return f"{sum(tensor.nbytes for tensor in tensors) / 1e6:,.1f} MB"

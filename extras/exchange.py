@@ -1,12 +1,15 @@
-"""A model to and from the files of others: Hugging Face's GPT-2, nanoGPT's, and safetensors.
+"""Exchange models with other programs: Hugging Face's GPT-2, nanoGPT, and safetensors files.
 
-    write(Model(config, vocabulary, model.state_dict()), "hf", "gpt2-mine")    # AutoModelForCausalLM reads it
-    found = read("gpt2-mine")                                                  # weights under our names
+    write(Model(config, vocabulary, model.state_dict()), "hf", "gpt2-mine")
+    model = AutoModelForCausalLM.from_pretrained("gpt2-mine")        # in transformers
+    found = read("gpt2-mine", reader.read)                           # weights under our names
 
-Needs torch, and safetensors for all but nanoGPT's. No file is trusted: JSON, safetensors, and of what torch.save
-wrote tensors and plain values alone; sizes follow from the weights that are there, not from what a file claims.
+Needs torch, and safetensors for all but nanoGPT. No file is trusted: config files are JSON, weights
+are safetensors or are read by the function that the caller passes, and sizes are taken from the
+weights, not from what a file claims.
 """
 
+import glob
 import json
 import os
 import pickle
@@ -14,13 +17,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-PARTS = {  # of a block, here and in GPT-2
+PARTS = {  # the modules of a block: our name and GPT-2's
     "norm1": "ln_1",
     "qkv": "attn.c_attn",
     "out": "attn.c_proj",
@@ -28,7 +30,7 @@ PARTS = {  # of a block, here and in GPT-2
     "up": "mlp.c_fc",
     "down": "mlp.c_proj",
 }
-GPT2 = {  # what a config.json must say, or leave unsaid, for the model to be GPT-2 as it was published
+GPT2 = {  # the values in config.json, if present, of GPT-2 as it was published
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -40,35 +42,37 @@ GPT2 = {  # what a config.json must say, or leave unsaid, for the model to be GP
 
 
 class Model(NamedTuple):
-    """A model as it is exchanged."""
+    """A model in the form in which this file exchanges it."""
 
     config: dict[str, Any]  # arch, vocab, block_size, layers, heads, embd
-    # "kind": "char", "byte", "ids" or "tokenizer"; "chars": id i stands for chars[i], or a tokenizer.json, else ""
+    # "kind": "char", "byte", "ids" or "tokenizer". "chars": for "char", id i stands for chars[i];
+    # for "tokenizer", the text of a tokenizer.json; otherwise ""
     vocabulary: dict[str, Any]
-    weights: dict[str, Tensor]  # float32, named as in the state dict
+    weights: dict[str, Tensor]  # float32, named as in gpt.py's state dict
 
 
-# ------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 def write(model: Model, format: str, path: str) -> None:
-    """Write `path`, which must not exist: "hf" and "nanogpt" a folder, "safetensors" a file.
+    """Write a model to `path`: a folder for "hf" and "nanogpt", a file for "safetensors".
 
-    It is there when it is whole. ValueError for an architecture that the format cannot hold, and as OSError for
-    `path`; ImportError names a package that is wanting.
+    `path` must not exist; it appears when all of it is written. ValueError if the format cannot
+    hold the architecture. ImportError names a missing package.
     """
     if format != "safetensors" and model.config["arch"] != "gpt2":
-        raise ValueError(f"--format {format} holds GPT-2 alone; of --arch {model.config['arch']} make safetensors")
+        arch = model.config["arch"]
+        raise ValueError(f"--format {format} can hold --arch gpt2 only; use safetensors for {arch}")
     if os.path.lexists(path):
-        raise FileExistsError(f"{path}: exists already; name another")
+        raise FileExistsError(f"{path} exists already; choose another path")
     temporary = f"{path}.{os.getpid()}"
-    writers: dict[str, Callable[[Model, str], None]] = {
-        "hf": write_hf,
-        "nanogpt": partial(write_nanogpt, name=os.path.basename(os.path.abspath(path))),
-        "safetensors": write_safetensors,
-    }
     try:
-        writers[format](model, temporary)
+        if format == "hf":
+            write_hf(model, temporary)
+        elif format == "nanogpt":
+            write_nanogpt(model, temporary, os.path.basename(os.path.abspath(path)))
+        else:
+            write_safetensors(model, temporary)
         os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -77,56 +81,89 @@ def write(model: Model, format: str, path: str) -> None:
         raise
 
 
-def plain(file: BinaryIO) -> Any:
-    """What torch.save wrote, if that is tensors and plain values alone; nothing in it is run."""
-    return torch.load(file, map_location="cpu", weights_only=True)
+def read(path: str, load: Callable[[BinaryIO], Any]) -> Model:
+    """Read a Hugging Face folder, a nanoGPT ckpt.pt or its folder, or a .safetensors of `write`.
 
-
-def read(path: str, load: Callable[[BinaryIO], Any] = plain) -> Model:
-    """The model in a Hugging Face folder, a nanoGPT ckpt.pt or the folder that it is in, or our .safetensors file.
-
-    load: what reads a file of torch.save's. ValueError or OSError says what is wrong, ImportError what is wanting.
+    load: returns what torch.save wrote to an open file, without running code from the file.
+    ValueError or OSError says what is wrong with a file. ImportError names a missing package.
     """
     file = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
     try:
         if os.path.exists(os.path.join(path, "config.json")):
             return read_hf(path)
         if not os.path.isfile(file):
-            raise ValueError("no such file, and no folder with a config.json or ckpt.pt")
+            raise ValueError("is not a file, and not a folder with a config.json or a ckpt.pt")
         with open(file, "rb") as opened:
-            start = opened.read(9)
+            start = opened.read(9)  # a safetensors file begins with 8 bytes and a JSON object
         return read_safetensors(file) if start.endswith(b"{") else read_nanogpt(file, load)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error if isinstance(error, ValueError) else f'malformed: {error!r}'}") from error
+        reason = error if isinstance(error, ValueError) else f"has a wrong format: {error!r}"
+        raise ValueError(f"{path}: {reason}") from error
 
 
-# -------------------------------------------------------------------------------------------------------- GPT-2
+def start_state(
+    path: str,
+    out: str,
+    newest_checkpoint: Callable[[str], dict[str, Any]],
+    load: Callable[[BinaryIO], Any],
+) -> dict[str, Any]:
+    """Return what run.py starts from with --init-from: model, config (flags), vocabulary, name.
+
+    path: the --out folder of another run, or what `read` takes. out: this run's folder.
+    newest_checkpoint: returns the newest checkpoint of a folder, as run.py saves it.
+    """
+    if os.path.realpath(path) == os.path.realpath(out):
+        raise ValueError(f"--init-from {path} is the folder of --out; choose another --out")
+    if glob.glob(os.path.join(glob.escape(path), "step-*")):
+        state = newest_checkpoint(path)
+        sizes, vocabulary, weights = state["config"], state["vocabulary"], state["model"]
+    else:
+        sizes, vocabulary, weights = read(path, load)
+        vocabulary = {**vocabulary, "vocab": sizes["vocab"]}
+    flags = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
+    kind = vocabulary["kind"]
+    if kind in ("ids", "tokenizer"):
+        flags["vocab"] = vocabulary["vocab"]
+    if kind != "ids":
+        flags["tokenizer"] = f"{path}/tokenizer.json" if kind == "tokenizer" else kind
+    return {"model": weights, "config": flags, "vocabulary": vocabulary, "name": path}
+
+
+# -------------------------------------------------------------------------------------------- GPT-2
 
 
 def _names(layers: int) -> Iterator[tuple[str, str]]:
-    """(our name, GPT-2's) of each weight but the head, which is tied to the embedding."""
+    """Yield (our name, GPT-2's name) of each weight but the head, which is the embedding."""
     yield from (("embedding.weight", "wte.weight"), ("positions.weight", "wpe.weight"))
     for i in range(layers):
         for ours, theirs in PARTS.items():
-            yield from ((f"blocks.{i}.{ours}.{kind}", f"h.{i}.{theirs}.{kind}") for kind in ("weight", "bias"))
+            yield from (
+                (f"blocks.{i}.{ours}.{kind}", f"h.{i}.{theirs}.{kind}")
+                for kind in ("weight", "bias")
+            )
     yield from ((f"norm.{kind}", f"ln_f.{kind}") for kind in ("weight", "bias"))
 
 
 def to_gpt2(model: Model, conv1d: bool) -> dict[str, Tensor]:
-    """The weights as GPT-2's; conv1d: matrices of the blocks are (in, out), as Hugging Face has them."""
-    named = {f"transformer.{theirs}": model.weights[ours] for ours, theirs in _names(model.config["layers"])}
-    return {name: (_turned(name, w) if conv1d else w).contiguous() for name, w in named.items()}
+    """Return the weights under GPT-2's names. conv1d: the blocks' matrices are (in, out)."""
+    pairs = _names(model.config["layers"])
+    named = {f"transformer.{theirs}": model.weights[ours] for ours, theirs in pairs}
+    return {name: _layout(name, weight, conv1d).contiguous() for name, weight in named.items()}
 
 
-def _turned(name: str, weight: Tensor) -> Tensor:
-    return weight.T if ".h." in name and weight.ndim == 2 else weight
+def _layout(name: str, weight: Tensor, conv1d: bool) -> Tensor:
+    return weight.T if conv1d and ".h." in name and weight.ndim == 2 else weight
 
 
-def from_gpt2(weights: dict[str, Tensor], heads: Any, conv1d: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(config, weights) of GPT-2's weights, by any of their names. Biases, if there are none at all, are zero."""
-    left = {re.sub(r"^(_orig_mod\.)?(transformer\.)?", "transformer.", name): w for name, w in weights.items()}
-    left = {name: w for name, w in left.items() if not re.fullmatch(r".*\.attn\.(masked_)?bias", name)}  # no weights
-    check(left)
+def from_gpt2(
+    weights: dict[str, Tensor], heads: Any, conv1d: bool
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return our (config, weights) of GPT-2's weights. Biases are zero if there are none."""
+    prefix = r"^(_orig_mod\.)?(transformer\.)?"
+    left = {re.sub(prefix, "transformer.", name): weight for name, weight in weights.items()}
+    mask = r".*\.attn\.(masked_)?bias"  # a buffer of older files, not a weight
+    left = {name: weight for name, weight in left.items() if not re.fullmatch(mask, name)}
+    check_weights(left)
     head = left.pop("transformer.lm_head.weight", None)
     layers = sum(name.endswith(".ln_1.weight") for name in left)
     biased = any(name.endswith(".bias") for name in left)
@@ -137,41 +174,45 @@ def from_gpt2(weights: dict[str, Tensor], heads: Any, conv1d: bool) -> tuple[dic
             if theirs not in left:
                 raise ValueError(f"{theirs} is missing")
             weight = left.pop(theirs)
-            ours[name] = (_turned(theirs, weight) if conv1d else weight).float().contiguous()
+            ours[name] = _layout(theirs, weight, conv1d).float().contiguous()
         else:
             ours[name] = torch.zeros(len(ours[name.replace("bias", "weight")]))
     if left:
-        raise ValueError(f"{min(left)} is not one of GPT-2's weights")
+        raise ValueError(f"{min(left)} is not a weight of GPT-2")
     ours["head.weight"] = ours["embedding.weight"]
     if head is not None and not torch.equal(head.float(), ours["head.weight"]):
-        raise ValueError("lm_head.weight is another than wte.weight; in GPT-2 they are one")
-    return sizes("gpt2", heads, len(ours["positions.weight"]), ours), ours
+        raise ValueError("lm_head.weight differs from wte.weight; in GPT-2 they are the same")
+    return infer_config("gpt2", heads, len(ours["positions.weight"]), ours), ours
 
 
-def check(weights: dict[str, Any]) -> None:
-    """ValueError names what is not a tensor of finite floats: quantised weights are none."""
+def check_weights(weights: dict[str, Any]) -> None:
+    """ValueError names the first value that is not a tensor of finite floats."""
     for name, weight in weights.items():
-        if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.float().isfinite().all()):
+        floats = isinstance(weight, Tensor) and weight.is_floating_point()
+        if not floats or not weight.float().isfinite().all():
             raise ValueError(f"{name} is not a tensor of finite numbers")
 
 
-def sizes(arch: Any, heads: Any, block_size: Any, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """The config of these weights, under our names."""
+def infer_config(
+    arch: Any, heads: Any, block_size: Any, weights: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return the config of these weights, which are under our names."""
     if type(arch) is not str:
-        raise ValueError(f"arch is {arch!r}; needs a name")
+        raise ValueError(f"arch is {arch!r}; it must be a name")
     for what, value in (("heads", heads), ("block size", block_size)):
         if type(value) is not int or value < 1:
-            raise ValueError(f"{what} is {value!r}; needs a whole number")
+            raise ValueError(f"{what} is {value!r}; it must be a positive integer")
     vocab, embd = weights["embedding.weight"].shape
     layers = sum(name.endswith(".qkv.weight") for name in weights)
-    return {"arch": arch, "vocab": vocab, "block_size": block_size, "layers": layers, "heads": heads, "embd": embd}
+    sizes = dict(vocab=vocab, block_size=block_size, layers=layers, heads=heads, embd=embd)
+    return {"arch": arch, **sizes}
 
 
-# ------------------------------------------------------------------------------------------------ Hugging Face
+# ------------------------------------------------------------------------------------- Hugging Face
 
 
 def write_hf(model: Model, folder: str) -> None:
-    """A folder for AutoModelForCausalLM and AutoTokenizer. Bare ids have no tokenizer."""
+    """Write a folder for AutoModelForCausalLM and, unless tokens are bare ids, AutoTokenizer."""
     safetensors, c = _safetensors(), model.config
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -183,7 +224,7 @@ def write_hf(model: Model, folder: str) -> None:
     }
     files = {"config.json": config}
     if model.vocabulary["kind"] != "ids":
-        files["tokenizer.json"] = tokenizer(**model.vocabulary)
+        files["tokenizer.json"] = make_tokenizer(**model.vocabulary)
         files["tokenizer_config.json"] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": c["block_size"],
@@ -198,54 +239,67 @@ def write_hf(model: Model, folder: str) -> None:
 
 
 def read_hf(folder: str) -> Model:
-    """A GPT-2 as save_pretrained writes it, in one file or several."""
+    """Read a GPT-2 that save_pretrained wrote, in one file or in several."""
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         config = json.load(file)
     for key, values in GPT2.items():
         if config.get(key, values[0]) not in values:
-            raise ValueError(f"{key} is {config[key]!r}; of GPT-2 it is {values[0]!r}")
-    names = sorted(name for name in os.listdir(folder) if re.fullmatch(r"model.*\.safetensors", name))
+            raise ValueError(f"{key} is {config[key]!r}; GPT-2 has {values[0]!r}")
+    names = sorted(glob.glob(os.path.join(glob.escape(folder), "model*.safetensors")))
     if not names:
-        raise ValueError("there is no model.safetensors; save_pretrained of transformers writes it")
-    weights = {name: w for file in names for name, w in _load(os.path.join(folder, file))[0].items()}
-    sized, ours = from_gpt2(weights, config.get("n_head", 12), conv1d=True)
-    return Model(sized, vocabulary(os.path.join(folder, "tokenizer.json"), sized["vocab"]), ours)
+        raise ValueError("there is no model.safetensors; transformers' save_pretrained writes it")
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        weights |= _load(name)[0]
+    ours, named = from_gpt2(weights, config.get("n_head", 12), conv1d=True)
+    vocabulary = read_vocabulary(os.path.join(folder, "tokenizer.json"), ours["vocab"])
+    return Model(ours, vocabulary, named)
 
 
-def tokenizer(kind: str, chars: str) -> Any:
-    """The tokenizer.json of a vocabulary. That of characters or bytes has no other token, not even for the unknown:
-    a character that is not in the vocabulary is an error there, as here."""
+def make_tokenizer(kind: str, chars: str) -> Any:
+    """Return the tokenizer.json of a vocabulary.
+
+    It has no token for unknown characters: these are an error there, as they are here.
+    """
     if kind == "tokenizer":
         return json.loads(chars)
-    parts: dict[str, Any]
     if kind == "char":
+        vocab = {char: i for i, char in enumerate(chars)}
+        split = dict(type="Split", pattern={"Regex": r"[\s\S]"}, behavior="Isolated", invert=False)
         parts = {
-            "pre_tokenizer": {
-                "type": "Split",
-                "pattern": {"Regex": r"[\s\S]"},
-                "behavior": "Isolated",
-                "invert": False,
-            },
+            "pre_tokenizer": split,
             "decoder": {"type": "Fuse"},
-            "model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(chars)}, "unk_token": "[UNK]"},
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
         }
     else:
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        model = {"type": "BPE", "vocab": {c: i for i, c in enumerate(byte_names())}, "merges": []}
-        parts = {"pre_tokenizer": level, "decoder": level, "model": model}
-    return {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, **parts}
+        vocab = {char: i for i, char in enumerate(byte_names())}
+        level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
+        parts = {
+            "pre_tokenizer": level,
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        }
+    fixed: dict[str, Any] = dict.fromkeys(("normalizer", "post_processor"))
+    return {"version": "1.0", "added_tokens": [], **fixed, **parts}
 
 
 def byte_names() -> str:
-    """How GPT-2's tokenizer writes the bytes 0 to 255: the printable ones of Latin-1 as they are, the others as the
-    characters from 256 on, in order."""
+    """Return the characters that stand for the bytes 0 to 255 in GPT-2's tokenizer.
+
+    Printable bytes of Latin-1 stand for themselves; the others are the characters from 256 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return "".join(chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256))
+    codes = [byte if byte in printable else 256 + others.index(byte) for byte in range(256)]
+    return "".join(map(chr, codes))
 
 
-def vocabulary(path: str, vocab: int) -> dict[str, Any]:
-    """Of a tokenizer.json as above, also as transformers saves it again; any other is kept as it is. None: bare ids."""
+def read_vocabulary(path: str, vocab: int) -> dict[str, Any]:
+    """Return the vocabulary of a tokenizer.json; "ids" if there is none.
+
+    A file of `make_tokenizer`, also if transformers has saved it again, is "char" or "byte"; any
+    other is kept as text.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             words = file.read()
@@ -264,83 +318,106 @@ def vocabulary(path: str, vocab: int) -> dict[str, Any]:
     return {"kind": "tokenizer", "chars": words}
 
 
-# ----------------------------------------------------------------------------------------------------- nanoGPT
+# ------------------------------------------------------------------------------------------ nanoGPT
 
 
 def write_nanogpt(model: Model, folder: str, name: str) -> None:
-    """A folder to lie in its data/ as `name`: ckpt.pt, and of characters the meta.pkl in which its sample.py then looks
-    them up. For resuming there it lacks the state of the optimizer."""
+    """Write ckpt.pt and, for characters, the meta.pkl that nanoGPT's sample.py looks for.
+
+    Put the folder into nanoGPT's data/ as `name`. To resume training there, it lacks the state of
+    the optimizer.
+    """
     c = model.config
-    shape = {"n_layer": c["layers"], "n_head": c["heads"], "n_embd": c["embd"], "block_size": c["block_size"]}
-    model_args = {**shape, "bias": True, "vocab_size": c["vocab"], "dropout": c.get("dropout", 0.0)}
+    model_args = {
+        **{"n_layer": c["layers"], "n_head": c["heads"], "n_embd": c["embd"]},
+        **{"block_size": c["block_size"], "bias": True, "vocab_size": c["vocab"]},
+        "dropout": c.get("dropout", 0.0),
+    }
     weights = to_gpt2(model, conv1d=False)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    state = {"model": weights, "model_args": model_args, "vocabulary": model.vocabulary, "config": {"dataset": name}}
+    state = {
+        "model": weights,
+        "model_args": model_args,
+        "vocabulary": model.vocabulary,
+        "config": {"dataset": name},
+    }
     os.mkdir(folder)
     torch.save(state, os.path.join(folder, "ckpt.pt"))
     if model.vocabulary["kind"] == "char":
         tokens = dict(enumerate(model.vocabulary["chars"]))
-        meta = {"vocab_size": len(tokens), "itos": tokens, "stoi": {char: i for i, char in tokens.items()}}
+        meta = {
+            "vocab_size": len(tokens),
+            "itos": tokens,
+            "stoi": {char: i for i, char in tokens.items()},
+        }
         with open(os.path.join(folder, "meta.pkl"), "wb") as file:
-            pickle.dump(meta, file)  # plain values: to read it runs nothing
+            pickle.dump(meta, file)  # plain values only, so reading it runs no code
 
 
 def read_nanogpt(path: str, load: Callable[[BinaryIO], Any]) -> Model:
+    """Read a ckpt.pt. Its state dict may be of a compiled model and may contain masks."""
     with open(path, "rb") as file:
         try:
             state = load(file)
         except Exception as error:
             raise ValueError(
-                f"{str(error).splitlines()[0]}; nothing but tensors and plain values is read. Where you trust the file, "
-                "torch.load it and torch.save its 'model' and 'model_args' alone"
+                f"{str(error).splitlines()[0]}. Only tensors and plain values are read. If you "
+                "trust the file, torch.load it, and torch.save its 'model' and 'model_args' alone"
             ) from error
     if not isinstance(state, dict) or not {"model", "model_args"} <= state.keys():
-        raise ValueError("no checkpoint of nanoGPT, with 'model' and 'model_args'; of one of ours name the folder")
+        raise ValueError(
+            "is not a nanoGPT checkpoint with 'model' and 'model_args'; for a checkpoint of run.py "
+            "name its folder"
+        )
     config, weights = from_gpt2(state["model"], state["model_args"]["n_head"], conv1d=False)
-    return Model(config, checked(state.get("vocabulary", {"kind": "ids", "chars": ""}), config["vocab"]), weights)
+    vocabulary = state.get("vocabulary", {"kind": "ids", "chars": ""})
+    return Model(config, check_vocabulary(vocabulary, config["vocab"]), weights)
 
 
-def checked(vocabulary: Any, vocab: int) -> dict[str, Any]:
-    """A vocabulary that a file told of, if it is one of `vocab` tokens."""
+def check_vocabulary(vocabulary: Any, vocab: int) -> dict[str, Any]:
+    """Return the vocabulary of a file, or raise ValueError if it does not have `vocab` tokens."""
     kind, chars = vocabulary["kind"], vocabulary["chars"]
-    lengths = {"char": {len(set(chars))} & {len(chars)}, "byte": {256}, "ids": {vocab}, "tokenizer": {vocab}}
-    if type(chars) is not str or vocab not in lengths[kind]:
-        raise ValueError(f"its vocabulary is not one of {vocab} tokens")
+    distinct = len(set(chars)) if len(set(chars)) == len(chars) else -1
+    sizes = {"char": distinct, "byte": 256, "ids": vocab, "tokenizer": vocab}
+    if type(chars) is not str or sizes[kind] != vocab:
+        raise ValueError(f"its vocabulary does not have {vocab} tokens")
     return {"kind": kind, "chars": chars}
 
 
-# -------------------------------------------------------------------------------------------------- safetensors
+# ------------------------------------------------------------------------------------- safetensors
 
 
 def write_safetensors(model: Model, path: str) -> None:
-    """The state dict under its own names, of any architecture; config and vocabulary are in the header, as JSON."""
+    """Write the state dict of any architecture; config and vocabulary are JSON in the header."""
     about = json.dumps({"config": model.config, "vocabulary": model.vocabulary})
-    weights = {name: weight.clone() for name, weight in model.weights.items()}  # the format has no shared memory
+    weights = {name: weight.clone() for name, weight in model.weights.items()}  # nothing is shared
     _safetensors().torch.save_file(weights, path, {"format": "pt", "ddpkit": about})
 
 
 def read_safetensors(path: str) -> Model:
+    """Read a file of `write_safetensors`."""
     weights, header = _load(path)
-    check(weights)
+    check_weights(weights)
     if "ddpkit" not in header:
-        raise ValueError("its header does not tell the model's sizes; of Hugging Face's files name the folder")
+        raise ValueError("its header has no config; for a model of Hugging Face name the folder")
     about = json.loads(header["ddpkit"])
     c = about["config"]
-    config = sizes(c["arch"], c["heads"], c["block_size"], weights)
-    return Model(config, checked(about["vocabulary"], config["vocab"]), weights)
+    config = infer_config(c["arch"], c["heads"], c["block_size"], weights)
+    return Model(config, check_vocabulary(about["vocabulary"], config["vocab"]), weights)
 
 
 def _load(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, what the header tells besides) of a safetensors file."""
+    """Return the tensors of a safetensors file and the texts in its header."""
     safetensors = _safetensors()
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{os.path.basename(path)} is not whole: {error}") from None
+        raise ValueError(f"{os.path.basename(path)} is damaged: {error}") from None
 
 
 def _safetensors() -> Any:
+    """Import safetensors, which nanoGPT's format does not need."""
     try:
         import safetensors.torch
     except ImportError:

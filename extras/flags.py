@@ -1,101 +1,105 @@
-"""The flags of a click program: from a TOML file too, in groups on the help page, none misspelt.
+"""Additions to a click group: flags from a TOML file, no misspelled names, sections on the help page.
 
-    OPTIONS = {"Model": [click.option("--layers")], "Other": [click.option("--config", callback=from_toml, is_eager=True)]}
+    extend(cli, "MYPROGRAM", {"data": "Data", "layers": "Model"})  # a section begins at these flags
 
-    @click.group(context_settings={"auto_envvar_prefix": "MY"})
-    @all_of(OPTIONS)
-    def main(**options):
-        check_numbers(main, options)
+    [in run.toml]   batch-size = 64
+    $ MYPROGRAM_SEED=1 python myprogram.py --config run.toml --layers 2
 
-    in_groups(main, OPTIONS)
-    check_environment(main, "MY")
-
-What is wrong is a click.UsageError. Needs click, and tomli before Python 3.11.
+A user's mistake is a click.UsageError. Needs click.
 """
 
-import math
+import difflib
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import click
 
-Options = Mapping[str, Sequence[Callable[..., Any]]]  # title -> click.option(...), click.version_option(...)
+LIMIT = 1e12
 
 
-def all_of(options: Options) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: all of them, in their order."""
+def extend(group: click.Group, prefix: str, sections: Mapping[str, str]) -> None:
+    """Add the flag --config, checks before the group runs, and sections on its help page.
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in [option for group in options.values() for option in group][::-1]:
-            command = option(command)
-        return command
+    --config names a TOML file with defaults of the group's flags. The environment and the command
+    line win over it.
+    prefix: environment variables that begin with PREFIX_ must be flags of the group or of its
+    commands. Numbers must not be nan, which click's ranges accept, nor above LIMIT if their range
+    has no end.
+    sections: maps the name of the first flag of each section to the title of the section.
+    """
+    known = [f"{param.name}" for param in group.params]
 
-    return add
+    def read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
+        if path is not None:
+            ctx.default_map = read_toml(path, known)
+
+    text = "A TOML file of flags, with lines such as `batch-size = 64`."
+    config = click.Option(["--config"], metavar="FILE", help=text, callback=read_config)
+    config.is_eager, config.expose_value = True, False
+    group.params.append(config)
+    setattr(group, "format_options", _format_options(group, sections))
+    invoke: Callable[[click.Context], Any] = group.invoke
+
+    def check_and_invoke(ctx: click.Context) -> Any:
+        check_environment(group, prefix)
+        for param in group.params:
+            value, limit = (
+                ctx.params.get(f"{param.name}"),
+                getattr(param.type, "max", None) or LIMIT,
+            )
+            if isinstance(value, (int, float)) and not value <= limit:  # nan is not
+                raise click.UsageError(f"{param.opts[0]} {value} must be a number up to {limit:g}")
+        return invoke(ctx)
+
+    setattr(group, "invoke", check_and_invoke)
 
 
-def in_groups(command: click.Command, options: Options) -> None:
-    """Show the command's flags under the titles on its help page."""
-
+def _format_options(
+    group: click.Group, sections: Mapping[str, str]
+) -> Callable[[click.Context, click.HelpFormatter], None]:
     def format_options(ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        records = (record for param in command.params if (record := param.get_help_record(ctx)))
-        for title, group in options.items():
+        title, rows = "Options", dict[str, list[tuple[str, str]]]()
+        for param in group.get_params(ctx):
+            title = sections.get(f"{param.name}", title)
+            if record := param.get_help_record(ctx):
+                rows.setdefault(title, []).append(record)
+        for title, records in rows.items():
             with formatter.section(title):
-                formatter.write_dl(list(islice(records, len(group))))
-        if isinstance(command, click.Group):
-            command.format_commands(ctx, formatter)
+                formatter.write_dl(records)
+        group.format_commands(ctx, formatter)
 
-    setattr(command, "format_options", format_options)
+    return format_options
 
 
-def from_toml(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
-    """The callback of an eager flag that names a TOML file of flags: they come after the environment's."""
-    if path is None:
-        return
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+def read_toml(path: str, known: Iterable[str]) -> dict[str, Any]:
+    """Return the flags in a TOML file, with underscores in their names.
+
+    Every key must be one of `known`.
+    """
     try:
         with open(path, "rb") as file:
             config = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
     except (OSError, tomllib.TOMLDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else error
-        raise click.UsageError(f"--{param.name} {path}: {what}") from None
-    known = {other.name for other in ctx.command.params} - {param.name, "version"}
+        raise click.UsageError(f"--config {path}: {what}") from None
     for key in config:
-        if key not in known:
-            raise click.UsageError(f"--{param.name} {path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
-    ctx.default_map = config
+        _check_name(key, known, f"--config {path}: key")
+    return config
 
 
 def check_environment(group: click.Group, prefix: str) -> None:
-    """A misspelt variable of the environment that begins with `prefix` is an error, as a misspelt flag is."""
+    """Raise UsageError for an environment variable that begins with PREFIX_ and is not a flag."""
     known = {f"{prefix}_{param.name}".upper() for param in group.params}
     for name, command in group.commands.items():
         known |= {f"{prefix}_{name}_{param.name}".upper() for param in command.params}
     for name in os.environ:
-        if name.startswith(f"{prefix}_") and name not in known:
-            raise click.UsageError(f"environment variable {name}: there is no such flag")
+        if name.startswith(f"{prefix}_"):
+            _check_name(name, known, "environment variable")
 
 
-def check_numbers(command: click.Command, values: Mapping[str, Any]) -> None:
-    """click's ranges let nan through, and an upper end to each would fill the help page: those without end at 1e12."""
-    ends = {param.name: getattr(param.type, "max", None) for param in command.params}
-    for name, value in values.items():
-        if isinstance(value, (int, float)) and not value < (1e12 if ends[name] is None else math.inf):
-            raise click.UsageError(f"--{name.replace('_', '-')} {value}: needs a number, and one below 1e12")
-
-
-def could_be_given(command: click.Command, values: Mapping[str, Any]) -> bool:
-    """Whether each of these values is one that a flag of the command can have."""
-    types = {f"{param.name}": param.type for param in command.params}
-    try:
-        return all(
-            value is None or isinstance(value, (str, int, float)) and types[name].convert(value, None, None) == value
-            for name, value in values.items()
-        )
-    except (KeyError, click.BadParameter):
-        return False
+def _check_name(name: str, known: Iterable[str], what: str) -> None:
+    if name not in (names := list(known)):
+        similar = difflib.get_close_matches(name, names, n=1, cutoff=0)
+        raise click.UsageError(f"{what} {name!r} is not a flag; did you mean {similar[0]!r}?")

@@ -1,51 +1,79 @@
-"""What this machine can do: its memory, its rate at a matrix product, and so which arithmetic and whether to compile.
+"""What this machine can compute: the peak rate that model FLOPs utilisation (mfu) is relative to.
 
-    dtype = arithmetic("auto", torch.device("cuda"))                      # "bfloat16" where that is much faster
-    peak = matmul_rate(torch.device("cuda"), getattr(torch, dtype))       # FLOP/s
+peak, source = peak_flops(torch.device("cuda"), torch.bfloat16)    # (989e12, "datasheet") on an H100
+mfu = tokens_per_second * flops_per_token / peak
 
 Needs torch.
 """
 
+import math
 import os
-import shutil
 import time
+from typing import Any
 
 import torch
 
+# Dense bfloat16 and float16 FLOP/s of one device without sparsity, from NVIDIA's datasheets, by a part of the name
+# that torch.cuda.get_device_name returns. The first entry that fits counts.
+DATASHEET = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
 
-def memory(device: torch.device) -> int:
-    """Bytes that the device has in all."""
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Return the peak FLOP/s of one device, and "datasheet" or "measured".
+
+    The rate of a square matrix product is measured where no datasheet value is known: on a CPU, on MPS, on other GPUs,
+    and in float32, whose rate depends on whether TF32 is allowed.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for part, peak in DATASHEET.items():
+        if part in name and dtype in (torch.bfloat16, torch.float16):
+            return peak, "datasheet"
+    return matmul_flops(device, dtype), "measured"
+
+
+def describe(
+    device: torch.device, dtype: torch.dtype, ranks: int, strategy: str, config: Any
+) -> dict[str, Any]:
+    """Return what config.json says of the machine: torch, device, and the peak FLOP/s of all ranks.
+
+    ValueError if a GPT of these sizes (a gpt.Config) cannot be trained in the memory of a device:
+    a weight, its gradient and one moment take 12 bytes. Under "ddp" each rank holds all weights.
+    """
+    parameters = 12 * config.layers * config.embd**2 + config.vocab * config.embd
+    needed = 12 * parameters / (1 if strategy == "ddp" else ranks)
+    memory = device_memory(device)
+    if needed > memory:
+        raise ValueError(
+            f"training {parameters:,} parameters needs {needed / 1e9:,.0f} GB; {device} has "
+            f"{memory / 1e9:,.0f} GB: make --layers or --embd smaller, or see --strategy"
+        )
+    peak, source = peak_flops(device, dtype)
+    names = {"device": f"{device}", "torch": f"{torch.__version__}"}
+    return {**names, "peak_flops": peak * ranks, "peak_flops_source": source}
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of memory of the device; for a CPU and MPS, those of the machine."""
     if device.type == "cuda":
         total: int = torch.cuda.get_device_properties(device).total_memory
         return total
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product on `device`, the best of five: what mfu is a fraction of."""
-    n = 8192 if device.type == "cuda" else 768  # some milliseconds: a call that is waited for takes a twentieth of one
-    a, seconds = torch.randn(n, n, device=device, dtype=dtype), []
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a square matrix product on the device: the best of five."""
+    n = 8192 if device.type == "cuda" else 768  # takes milliseconds, much longer than starting it
+    matrix, seconds = torch.randn(n, n, device=device, dtype=dtype), math.inf
     for _ in range(5):
         start = time.perf_counter()
-        (a @ a)[0, 0].item()
-        seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds)
-
-
-def arithmetic(asked: str, device: torch.device) -> str:
-    """The type that is asked for; "auto" is bfloat16 where this device multiplies much faster in it, else float32."""
-    if asked != "auto":
-        return asked
-    gain = matmul_rate(device, torch.bfloat16) / matmul_rate(device, torch.float32)
-    return "bfloat16" if gain > 1.5 else "float32"
-
-
-def compiling(asked: bool | None, device: torch.device, flops: float) -> bool:
-    """Whether to compile; if None asks for neither: on a CPU that takes half a minute and then saves a fifth. What the
-    whole run takes is told by its `flops`, not by a clock, so that a stopped run goes on as it began. It needs a
-    compiler, on CUDA too.
-    """
-    if asked is not None:
-        return asked
-    worth_it = device.type == "cuda" or device.type == "cpu" and flops > 5e13
-    return worth_it and shutil.which(os.environ.get("CXX", "g++")) is not None
+        (matrix @ matrix)[0, 0].item()  # item() waits for the device
+        seconds = min(seconds, time.perf_counter() - start)
+    return 2 * n**3 / seconds

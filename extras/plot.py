@@ -1,9 +1,9 @@
-"""Training runs as a figure for a paper: loss against steps and tokens, throughput, learning rate.
+"""Draw training runs as one figure: loss against steps and tokens, throughput, learning rate.
 
     runs = [parse("out", open("out/metrics.jsonl").read(), open("out/config.json").read())]
     draw(runs, "loss.svg")
 
-Needs matplotlib, and neither torch nor a GPU: a run is what lies in its out folder.
+Needs matplotlib, but not torch: a run is described by two files in its --out folder.
 """
 
 import json
@@ -15,12 +15,20 @@ from itertools import cycle
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-# Okabe and Ito's (2008), less those with a contrast to white below 3 to 1. The dashes change with every run too, so
-# that four runs are told apart in black and white, and 20 in colour.
+try:
+    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot, which has global state and opens windows
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter
+except ImportError as error:
+    raise ImportError("pip install matplotlib to plot") from error
+
+# The colours of Okabe and Ito (2008), without those with a contrast to white below 3 to 1. Dashes
+# change too, so four runs can be told apart in black and white, and 20 in colour.
 COLORS = ("#0072B2", "#D55E00", "#000000", "#009E73", "#CC79A7")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v")
-TOLD = ("arch", "layers", "heads", "embd", "block_size", "batch_size", "optimizer", "lr", "dropout", "dtype", "ranks")
+FLAGS = "arch layers heads embd block_size batch_size optimizer lr dropout dtype ranks".split()
 STYLE: dict[str, Any] = {
     "font.size": 8,
     "axes.spines.top": False,
@@ -32,23 +40,24 @@ STYLE: dict[str, Any] = {
     "lines.markersize": 4,
     "legend.frameon": False,
     "savefig.dpi": 300,
-    "svg.hashsalt": "",  # the same runs make the same file
-    "pdf.fonttype": 42,  # as journals ask
+    "svg.hashsalt": "",  # so that the same runs give the same file
+    "pdf.fonttype": 42,  # journals require it
 }
 
 
 class Run(NamedTuple):
-    """What an out folder tells."""
+    """A run, as described by the files in its --out folder."""
 
     name: str
-    records: list[dict[str, Any]]  # the lines of metrics.jsonl, each with its "tokens"
+    records: list[dict[str, Any]]  # the lines of metrics.jsonl, all with "tokens"
     config: dict[str, Any]
 
 
 def parse(name: str, metrics: str, config: str) -> Run:
-    """The run `name`, from the texts of its metrics.jsonl and config.json.
+    """Return the run `name`, from the texts of its metrics.jsonl and config.json.
 
-    Lines that are not JSON objects with a step, as a crash can leave them, are dropped. ValueError if none is left.
+    Lines that are not JSON objects with a step are ignored, since a crash can leave one. ValueError
+    if no line is left.
     """
     records: list[dict[str, Any]] = []
     for line in metrics.splitlines():
@@ -56,9 +65,10 @@ def parse(name: str, metrics: str, config: str) -> Run:
             record = json.loads(line)
             records += [record] if record["step"] >= 0 else []
     if not records:
-        raise ValueError(f"{name}: no line of metrics.jsonl tells of a step")
+        raise ValueError(f"{name}: metrics.jsonl has no line with a step")
     tokens = {record["step"]: record["tokens"] for record in records if "tokens" in record}
-    records = [{"tokens": tokens.get(record["step"]), **record} for record in records]  # for those of evaluations
+    # the lines of evaluations have no "tokens" of their own
+    records = [{"tokens": tokens.get(record["step"]), **record} for record in records]
     try:
         return Run(name, records, dict(json.loads(config)))
     except (ValueError, TypeError):
@@ -66,16 +76,20 @@ def parse(name: str, metrics: str, config: str) -> Run:
 
 
 def curve(run: Run, x: str, y: str) -> tuple[list[float], list[float]]:
-    """The numbers under `x` and `y` of the lines that have `y`. What was not finite, null in JSON, is NaN: a gap."""
-    lines = [line for line in run.records if y in line]
-    xs, ys = ([line[key] if isinstance(line[key], (int, float)) else math.nan for line in lines] for key in (x, y))
-    return xs, ys
+    """Return the numbers under `x` and `y` of the records that have `y`; NaN, a gap, for null."""
+
+    def numbers(key: str) -> list[float]:
+        values = [record[key] for record in run.records if y in record]
+        return [value if isinstance(value, (int, float)) else math.nan for value in values]
+
+    return numbers(x), numbers(y)
 
 
 def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float]) -> list[float]:
-    """The average of each value and its neighbours, a fortieth of all to either side. A gap, NaN, stays one.
+    """Return the average of each value and its neighbours, 1/40 of all values on each side.
 
-    At the beginning, where a loss falls, no more of those after a value than of those before it.
+    NaN stays NaN. At the beginning, where a loss falls quickly, fewer neighbours are used: as many
+    after a value as there are before it.
     """
     reach, out = -(-len(values) // 40), []
     for i, value in enumerate(values):
@@ -85,38 +99,39 @@ def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float])
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """For each run the last part of its name, and those of its flags that the others do not all share."""
+    """Return for each run the last part of its name, and the flags in which the runs differ."""
     short = [os.path.basename(os.path.normpath(run.name)) for run in runs]
     names = short if len({*short}) == len(runs) else [run.name for run in runs]
-    differing = [flag for flag in TOLD if len({str(run.config.get(flag)) for run in runs}) > 1]
-    told = [", ".join(f"{flag.replace('_', '-')} {run.config.get(flag)}" for flag in differing) for run in runs]
-    return [f"{name} ({flags})" if flags else name for name, flags in zip(names, told)]
+    differing = [flag for flag in FLAGS if len({str(run.config.get(flag)) for run in runs}) > 1]
+    if not differing:
+        return names
+
+    def flags(run: Run) -> str:
+        return ", ".join(f"{flag.replace('_', '-')} {run.config.get(flag)}" for flag in differing)
+
+    return [f"{name} ({flags(run)})" for name, run in zip(names, runs)]
 
 
 def styles() -> Iterator[dict[str, Any]]:
-    """How the first, the second, ... run is drawn."""
+    """Yield the style of the first run, of the second run, and so on."""
     for color, dash, marker in zip(cycle(COLORS), cycle(DASHES), cycle(MARKERS)):
         yield {"color": color, "linestyle": dash, "marker": marker, "markerfacecolor": "white"}
 
 
 def draw(runs: Sequence[Run], path: str) -> None:
-    """Write the figure to `path`, in the format of its ending. ImportError and ValueError say what is wanting."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("pip install matplotlib to plot") from None
+    """Write the figure to `path`. Its ending says the format; ValueError if it is unknown."""
     with matplotlib.rc_context(dict[Any, Any](matplotlib.rcParamsDefault) | STYLE):
         drawn = figure(runs)
         known, kind = drawn.canvas.get_supported_filetypes(), os.path.splitext(path)[1][1:].lower()
         if kind not in known:
-            raise ValueError(f"{path}: its ending is none of {', '.join(f'.{name}' for name in known)}")
-        drawn.savefig(path, metadata={"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind))
+            endings = ", ".join(f".{name}" for name in known)
+            raise ValueError(f"{path}: the ending must be one of {endings}")
+        no_time = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+        drawn.savefig(path, metadata=no_time.get(kind))
 
 
 def figure(runs: Sequence[Run]) -> Any:
-    """A matplotlib Figure of four panels: loss against steps and tokens, tokens per second, learning rate."""
-    from matplotlib.figure import Figure  # and not pyplot: no window, no state
-
+    """Return a Figure of four panels: loss by step and by tokens, throughput, learning rate."""
     drawn = Figure(figsize=(7, 5), layout="constrained")
     panels = list(drawn.subplots(2, 2).flat)
     for run, style in zip(runs, styles()):
@@ -130,20 +145,25 @@ def figure(runs: Sequence[Run]) -> Any:
     return drawn
 
 
-def _draw_curve(panel: Any, run: Run, x: str, y: str, average: Callable[[Any], float], style: dict[str, Any]) -> None:
-    """What was measured faint, its running average in full."""
+def _draw_curve(
+    panel: Any,
+    run: Run,
+    x: str,
+    y: str,
+    average: Callable[[Sequence[float]], float],
+    style: dict[str, Any],
+) -> None:
+    """Draw the values as a faint line and their running average as a full line."""
     xs, ys = curve(run, x, y)
     panel.plot(xs, ys, linewidth=0.6, alpha=0.35, color=style["color"])
     panel.plot(xs, smooth(ys, average), **{**style, "marker": ""})
 
 
 def _label(figure: Any, panels: Any, names: Sequence[str]) -> None:
-    """Axes, and two legends: which run is which, and what lines and markers are."""
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import EngFormatter
-
-    axes = [("step", "loss (nats per token)"), ("tokens", ""), ("step", "tokens per second"), ("step", "learning rate")]
-    for panel, letter, (x, y) in zip(panels, "abcd", axes):
+    """Add labels to the axes, a legend of the runs, and a legend of lines and markers."""
+    xs = ("step", "tokens", "step", "step")
+    ys = ("loss (nats per token)", "", "tokens per second", "learning rate")
+    for panel, letter, x, y in zip(panels, "abcd", xs, ys):
         panel.set_title(letter, loc="left", fontweight="bold")
         panel.set(xlabel=x, ylabel=y)
         panel.set_xlim(left=0)

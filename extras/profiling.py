@@ -1,25 +1,40 @@
-"""A trace of a few steps of any training loop, for chrome://tracing or ui.perfetto.dev.
+"""Write a trace of a few steps of any training loop, for chrome://tracing or ui.perfetto.dev.
 
-for step, report in traced(train_(...), 5, "trace.json"):
-    ...                                  # its time is in the trace too
+    for step, report in traced(train_(...), 5, "trace.json"):
+        ...                                  # the trace includes the time of this block
+
+Needs torch.
 """
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
 
+from torch.profiler import profile, schedule
+
 T = TypeVar("T")
-WARMUP = 6  # steps; the last of them with the profiler on, as its own start takes time too
+WARMUP = 6  # steps; during the last one the profiler runs already, since its own start takes time
 
 
 def traced(steps: Iterable[T], count: int, path: str) -> Iterator[T]:
-    """The same steps. Of `count` of them, after WARMUP, a trace is written to `path`; of fewer if they end sooner."""
-    from torch.profiler import profile, schedule
+    """Return the same steps. Write a trace of `count` of them, after the first WARMUP, to `path`.
 
+    If the steps end early, the trace has fewer steps, or is not written. ValueError for a URL.
+    """
+    if "://" in path:
+        raise ValueError(f"a trace needs a file, not {path}")
+    return _traced(steps, count, path)
+
+
+def _traced(steps: Iterable[T], count: int, path: str) -> Iterator[T]:
     steps = iter(steps)
     yield from islice(steps, WARMUP - 1)
     plan = schedule(wait=0, warmup=1, active=count, repeat=1)
-    with profile(schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(path), acc_events=True) as profiler:
+
+    def write(profiler: profile) -> None:
+        profiler.export_chrome_trace(path)
+
+    with profile(schedule=plan, on_trace_ready=write, acc_events=True) as profiler:
         for step in islice(steps, 1 + count):
             yield step
             profiler.step()

@@ -1,104 +1,161 @@
-"""Text <-> the tokens of a tokenizer.json, as Hugging Face's tokenizers write it.
+"""Encode and decode text with a tokenizer.json of Hugging Face's package tokenizers.
 
-    words = open("tokenizer.json").read()                       # what all of these take
-    ids = np.load(encoded(texts, "v1", words), mmap_mode="r")   # texts: arrays of UTF-8; done once, then in the cache
-    ids = encode("The ", words)
-    for text in decoded(ids, more_ids, words): print(text, end="")
+    tokenizer_json = open("tokenizer.json").read()
+    path = encode_files(["a.txt", "b.txt"], tokenizer_json, "cache")     # a .npy; made once
+    ids = encode("The ", "tokenizer", tokenizer_json)
+    for text in decode(ids, "tokenizer", tokenizer_json): print(text, end="")
 
-Needs numpy and tokenizers.
+encode and decode take the same arguments as those of chardata.py; they do not use `kind`. Needs numpy, filelock (which torch needs too) and tokenizers.
 """
 
 import codecs
-import fcntl
 import hashlib
+import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from types import ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
+from filelock import FileLock
 
-PIECE, BATCH = 1 << 16, 32  # bytes that are encoded as one, and how many of these side by side
+try:
+    from tokenizers import Tokenizer
+except ImportError as error:
+    raise ImportError("pip install tokenizers to use a tokenizer.json") from error
+
+PIECE, BATCH = (
+    1 << 16,
+    32,
+)  # bytes of text that are encoded at once, and how many such pieces in parallel
 LONG = 1 << 25  # bytes of text that take some seconds
 CUTS = [re.compile(rf"(?s).*{place}") for place in (r"[^\W\d_](?= [^\W\d_])", r"\S\n(?=\S)")]
 
 
-def load(words: str) -> Any:
-    """The tokenizers.Tokenizer of a tokenizer.json's text, which cuts nothing off and adds nothing."""
+def load(tokenizer_json: str) -> Tokenizer:
+    """Return the Tokenizer of the text of a tokenizer.json, without truncation and padding."""
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ImportError("pip install tokenizers to use a tokenizer.json") from None
-    try:
-        tokenizer = Tokenizer.from_str(words)
-    except Exception as error:  # it has no other
-        raise ValueError(f"not a tokenizer.json of Hugging Face's: {error}") from None
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the package raises nothing more specific
+        raise ValueError(f"not a tokenizer.json of Hugging Face tokenizers: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def size(words: str) -> int:
-    """A number above every id."""
-    return _size(load(words))
+def size(tokenizer_json: str) -> int:
+    """Return the highest id plus 1."""
+    return _size(load(tokenizer_json))
 
 
-def _size(tokenizer: Any) -> int:
+def _size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values(), default=0) + 1
 
 
-def encode(text: str, words: str) -> np.ndarray:
-    """text -> (n,) uint32 ids."""
-    return np.array(_encode(load(words), [text])[0], np.uint32)
+def encode(text: str, kind: str, tokenizer_json: str) -> np.ndarray:
+    """Return the ids of a text, (n,) uint32."""
+    return np.array(_encode(load(tokenizer_json), [text])[0], np.uint32)
 
 
-def _encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each, computed side by side."""
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of each text. The package computes them in parallel."""
     try:
-        return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-    except Exception as error:  # as where it has no token for something, not even for the unknown
+        found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as error:  # for example: no token, not even one for unknown text
         raise ValueError(f"the tokenizer cannot encode the text: {error}") from None
+    return [encoding.ids for encoding in found]
 
 
-# ------------------------------------------------------------------------------------------------------- files
+# ----------------------------------------------------------------------------------------- files
 
 
-def encoded(texts: Sequence[np.ndarray], version: str, words: str) -> str:
-    """A .npy file with the tokens of `texts`, one after the other, each (n,) uint8 of UTF-8, memory-mapped or not.
+def read_corpus(
+    chardata: ModuleType, files: Sequence[str], path: str, tokenizer_json: str, vocab: int | None
+) -> Any:
+    """Return a chardata.Corpus of kind "tokenizer". Text files are encoded; .bin and .npy hold ids.
 
-    It is in ~/.cache/ddpkit (or XDG_CACHE_HOME) under the digest of the tokenizer and of `version`, which has to be another
-    if the texts are. Who asks for it first makes it, with all cores and in memory that does not depend on the texts;
-    the others wait. It is whole or not there. uint16 if the ids fit, else uint32.
-
-    The texts are encoded in pieces of about 64 KiB that begin at a space between two letters. The pre-tokenizers of
-    GPT-2, GPT-4 and Llama 3 split there: the tokens are those of each text in one. Where a text has no such place
-    a piece ends after a line, or else anywhere, and what is cut there may have other tokens.
-
-    UnicodeError tells where a text is not UTF-8, ValueError what cannot be encoded, OSError what cannot be written.
+    chardata: the module chardata.py. files: [] means its default text. path: a tokenizer.json.
+    tokenizer_json: the text of the one in a checkpoint, or "". It is used then, and the file may be
+    gone. ValueError if the file is another tokenizer. vocab: a number above every id; None means
+    size() rounded up to a multiple of 64.
     """
-    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ddpkit")
-    folder = os.path.join(cache, hashlib.sha256(f"{version}\n{words}".encode()).hexdigest()[:32])
-    path = os.path.join(folder, "tokens.npy")
+    if not tokenizer_json or os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        if tokenizer_json and json.loads(text) != json.loads(tokenizer_json):
+            raise ValueError(
+                f"--tokenizer {path}: is not the tokenizer of the checkpoint; leave it out, or start "
+                "over with --fresh"
+            )
+        tokenizer_json = tokenizer_json or text
     try:
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, ".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process: one that died is waited for by nobody
+        needed = size(tokenizer_json)
+    except ValueError as error:
+        raise ValueError(
+            f"--tokenizer {path}: not char, byte or a tokenizer.json: {error}"
+        ) from None
+    vocab = vocab or -(-needed // 64) * 64
+    if needed > vocab:
+        raise ValueError(f"{path}: has the id {needed - 1}; the vocabulary ends at {vocab - 1}")
+    if not any(file.endswith((".bin", ".npy")) for file in files):
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        cache = os.path.join(cache, "ddpkit")
+        files = [encode_files(files, tokenizer_json, cache, default=chardata.default_text)]
+    corpus = chardata.read(files, "byte", "", vocab)
+    digest = chardata.digest(corpus.tokens, tokenizer_json)
+    return corpus._replace(kind="tokenizer", chars=tokenizer_json, digest=digest)
+
+
+def encode_files(
+    files: Sequence[str], tokenizer_json: str, cache: str, default: Callable[[], str] = str
+) -> str:
+    """Return the path of a .npy with the ids of text files, one file after the other.
+
+    The .npy is in the folder `cache`, under a name that depends on the tokenizer and on the paths,
+    sizes and modification times of the files. The first process that needs it makes it, on all
+    cores and in memory that does not depend on the size of the files; other processes wait for it.
+    It is complete or absent. Its dtype is uint16 if the ids fit, else uint32. default: makes the
+    text if there are no files.
+
+    The text is encoded in pieces of about 64 KiB that begin at a space between two letters. The
+    pre-tokenizers of GPT-2, GPT-4 and Llama 3 split there, so the ids are those of the whole text.
+    If there is no such place, a piece ends after a line or anywhere, where the ids can differ.
+
+    UnicodeError names a byte that is not UTF-8. ValueError if there is no text, or if the tokenizer
+    cannot encode it. OSError if the cache cannot be written.
+    """
+    texts: list[np.ndarray] = [np.memmap(f, np.uint8, "r") for f in files if os.path.getsize(f)]
+    made = "" if files else default()
+    if made:
+        texts = [np.frombuffer(made.encode(), np.uint8)]
+    if not texts:
+        raise ValueError(f"{', '.join(files) or 'the text'}: is empty")
+    stats = [(os.path.abspath(file), os.stat(file)) for file in files]
+    version = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+    key = hashlib.sha256(f"{version}\n{made}\n{tokenizer_json}".encode())
+    path = os.path.join(cache, key.hexdigest()[:32], "tokens.npy")
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        # the system releases the lock of a process that dies, so nobody waits for it
+        with FileLock(os.path.join(os.path.dirname(path), ".lock")):
             if not os.path.exists(path):
-                _make(path, load(words), texts)
+                _make(path, load(tokenizer_json), texts)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}; XDG_CACHE_HOME can name another disk", folder) from error
+        hint = f"{error.strerror}; XDG_CACHE_HOME can name another disk"
+        raise OSError(error.errno, hint, os.path.dirname(path)) from error
     return path
 
 
-def _make(path: str, tokenizer: Any, texts: Sequence[np.ndarray]) -> None:
+def _make(path: str, tokenizer: Tokenizer, texts: Sequence[np.ndarray]) -> None:
     dtype = np.dtype(np.uint16 if _size(tokenizer) <= 1 << 16 else np.uint32)
     try:
         with open(f"{path}.part", "w+b") as file:
-            _write(file, _tokens(tokenizer, texts), dtype)
+            _write(file, _ids(tokenizer, texts), dtype)
         os.replace(f"{path}.part", path)
     except BaseException:
         with suppress(OSError):
@@ -106,93 +163,75 @@ def _make(path: str, tokenizer: Any, texts: Sequence[np.ndarray]) -> None:
         raise
 
 
-def _write(file: BinaryIO, tokens: Iterable[Sequence[int]], dtype: np.dtype) -> None:
-    """A .npy of them all, on the disk. Its header has the same length however many they are."""
+def _write(file: BinaryIO, ids: Iterable[Sequence[int]], dtype: np.dtype) -> None:
+    """Write a durable .npy. Its header has the same length for every number of ids."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
     np.lib.format.write_array_header_1_0(file, header)
     count = 0
-    for ids in tokens:
-        file.write(np.array(ids, dtype).tobytes())
-        count += len(ids)
+    for some in ids:
+        file.write(np.array(some, dtype).tobytes())
+        count += len(some)
     file.seek(0)
     np.lib.format.write_array_header_1_0(file, {**header, "shape": (count,)})
     file.flush()
     os.fsync(file.fileno())
 
 
-def _tokens(tokenizer: Any, texts: Sequence[np.ndarray]) -> Iterator[list[int]]:
-    """The ids of all texts, piece by piece. One line on stderr says so if it takes long, in a terminal how far it is."""
-    pieces, total, done = (piece for text in texts for piece in cut(text)), sum(map(len, texts)), 0
-    start = told = time.monotonic()
+def _ids(tokenizer: Tokenizer, texts: Sequence[np.ndarray]) -> Iterator[list[int]]:
+    """Yield the ids of all texts, piece by piece. Report the progress of a long text on stderr."""
+    pieces = (piece for text in texts for piece in cut(text))
+    total, done = sum(map(len, texts)), 0
+    start = reported = time.monotonic()
     if total >= LONG:
-        print(f"Encoding {total / 1e6:,.0f} MB of text; the tokens are kept for the next time", file=sys.stderr)
+        print(f"Encoding {total / 1e6:,.0f} MB of text; this is done once", file=sys.stderr)
     while batch := list(islice(pieces, BATCH)):
         yield from _encode(tokenizer, batch)
         done += sum(len(piece.encode()) for piece in batch)
         now = time.monotonic()
-        if total >= LONG and sys.stderr.isatty() and (now - told > 1 or done == total):
-            told = now
-            print(
-                f"\r{done / total:4.0%}, {done / (now - start) / 1e6:.1f} MB/s ",
-                file=sys.stderr,
-                end="\n" * (done == total),
-            )
-            sys.stderr.flush()
+        if total >= LONG and sys.stderr.isatty() and (now - reported > 1 or done == total):
+            reported, rate = now, done / (now - start) / 1e6
+            end = "\n" if done == total else ""
+            print(f"\r{done / total:4.0%}, {rate:.1f} MB/s ", file=sys.stderr, end=end, flush=True)
 
 
 def cut(text: np.ndarray) -> Iterator[str]:
-    """(n,) uint8 of UTF-8 -> the same text in pieces; see encoded()."""
+    """Yield a text, (n,) uint8 of UTF-8, in pieces; encode_files() says where they end."""
     decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
     for start in range(0, len(text), PIECE):
-        end = start + PIECE >= len(text)
-        held = len(decoder.getstate()[0])
+        last = start + PIECE >= len(text)
+        held = len(decoder.getstate()[0])  # bytes of a character that began in the piece before
         try:
-            rest += decoder.decode(text[start : start + PIECE].tobytes(), end)
+            rest += decoder.decode(text[start : start + PIECE].tobytes(), last)
         except UnicodeDecodeError as error:
-            at = start - held + error.start
-            name, byte = getattr(text, "filename", "the text"), error.object[error.start]
-            raise UnicodeError(
-                f"{name}: not UTF-8 text (byte 0x{byte:02x} at {at}); read it as bytes instead"
-            ) from None
+            name, at = getattr(text, "filename", "the text"), start - held + error.start
+            byte = error.object[error.start]
+            raise UnicodeError(f"{name}: byte 0x{byte:02x} at {at} is not UTF-8 text") from None
         found = next((match for match in (place.match(rest) for place in CUTS) if match), None)
-        here = len(rest) if end or not found else found.end()
-        if here:
-            yield rest[:here]
-        rest = rest[here:]
+        end = len(rest) if last or not found else found.end()
+        if end:
+            yield rest[:end]
+        rest = rest[end:]
 
 
-# -------------------------------------------------------------------------------------------------------- text
+# ---------------------------------------------------------------------------------------- decode
 
 
-def decoded(prompt: Sequence[int], ids: Iterable[int], words: str) -> Iterator[str]:
-    """The text of `ids`, as they come after `prompt`; of a character that is in several tokens, once it is whole."""
-    tokenizer, before, held = load(words), [*prompt][-8:], list[int]()
+def decode(ids: Iterable[int], kind: str, tokenizer_json: str) -> Iterator[str]:
+    """Yield the text of `ids` as they come; a character of several ids, when it is complete.
 
-    def text() -> str:  # what a token begins with depends on whether there is one before it
-        known, all_ = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (before, before + held))
-        return str(all_[len(known) :])
+    Many tokenizers omit a space at the beginning of a text, so begin with the ids of the prompt.
+    """
+    tokenizer, before, held = load(tokenizer_json), list[int](), list[int]()
+
+    def text() -> str:  # the text of an id can depend on whether an id is before it
+        known, longer = (
+            tokenizer.decode(x, skip_special_tokens=False) for x in (before, before + held)
+        )
+        return str(longer[len(known) :])
 
     for i in ids:
         held.append(i)
-        if not text().endswith("\ufffd") or len(held) > 16:  # broken ones end too
+        if not text().endswith("\ufffd") or len(held) > 16:  # 16: the character is invalid
             yield text()
-            before, held = held, []
+            before, held = held[-8:], []
     yield text()
-
-
-def count_characters(shards: Iterable[np.ndarray], words: str) -> int:
-    """How many characters the text of all tokens but the first has; a tokenizer that leaves out a space where its text
-    begins does so once in 65,536 tokens."""
-    tokenizer, count, first, ids = load(words), 0, 1, list[int]()
-
-    def text(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-    for shard in shards:
-        for start in range(first, len(shard), PIECE):
-            ids += shard[start : start + PIECE].tolist()
-            # the last character may go on in the next tokens
-            end = next((n for n in range(len(ids), len(ids) - 4, -1) if not text(ids[:n]).endswith("\ufffd")), len(ids))
-            count, ids = count + len(text(ids[:end])), ids[end:]
-        first = 0
-    return count + len(text(ids))

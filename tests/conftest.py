@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: start run.py, follow what it says, wait for it, see who is still alive."""
+"""What the tests of the program share: start run.py, read its output, wait for it, find its processes."""
 
 import atexit
 import functools
@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +23,36 @@ import pytest
 import warm
 
 ROOT = Path(__file__).resolve().parent.parent
-# a launcher's or a user's own settings are not the test's
-FOREIGN = ("DDPKIT_", "SLURM_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
+# Settings of a launcher or of the user must not reach the programs that the tests start.
+FOREIGN = (
+    "DDPKIT_",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+)
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
-ENVIRONMENT["OMP_WAIT_POLICY"] = "passive"  # threads that spin would take the cores from the other processes
-ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""  # bitwise, and as many ranks as we like, is a promise for CPUs
+ENVIRONMENT["OMP_WAIT_POLICY"] = "passive"  # spinning threads take CPU time from other processes
+ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = (
+    ""  # bitwise equality, and any number of ranks, are promises for CPUs
+)
 PYTHON = [sys.executable, "run.py"]
 MODEL = "--layers 1 --heads 2 --embd 16 --block-size 16".split()
 TINY = [*MODEL, *"--batch-size 8 --dtype float32 --epochs 3 --lr 0.003 --warmup 20".split()]
 
 
 def torchrun(size: int, *flags: str) -> list[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{size}"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        f"{size}",
+    ]
     return [*start, *flags, "run.py"]
 
 
@@ -46,32 +63,46 @@ class Ran(NamedTuple):
 
 
 class Program:
-    """A run of run.py.
+    """A running run.py.
 
-    Its output comes through a socket that holds a few lines: whoever reads up to a line knows that the program
-    is at most a few lines further, however fast it is. It, and all that it started, is killed after `seconds`
-    (a hang), and when its `with` block ends. Plain python is started warm (see warm.py), unless it has an
-    environment of its own.
+    The output comes through a socket that holds a few lines. So when a test has read a line, the program is at most
+    a few lines further, however fast it is. The program and all processes that it started are killed after `seconds`
+    (then it hangs), and when the `with` block ends.
+
+    root: the folder with run.py, which is also the working directory.
+    Plain python is started by the server of warm.py, which has imported torch already, unless the environment has
+    other variables than flags of the program.
     """
 
     def __init__(
-        self, *args: object, launcher: list[str] = PYTHON, env: dict[str, str | None] = {}, seconds: float = 90
+        self,
+        *args: object,
+        launcher: list[str] = PYTHON,
+        env: dict[str, str | None] = {},
+        seconds: float = 90,
+        root: Path = ROOT,
     ):
-        self.mark = f"TEST_PROGRAM={uuid.uuid4().hex}"  # every descendant inherits it, orphans too
+        self.mark = f"TEST_PROGRAM={uuid.uuid4().hex}"  # all descendants inherit it, also orphans
         self.heard, self.hung = b"", False
         self.errors = tempfile.TemporaryFile()
         ours, theirs = socket.socketpair()
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes its own minimum
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel uses its minimum
         environment = {**ENVIRONMENT, **env, **dict([self.mark.split("=")])}
         environment = {key: value for key, value in environment.items() if value is not None}
         with ours, theirs:
-            if launcher is PYTHON and not env:
-                own = [*map(str, args)]
-                self.process = warm.Process(warm_server(), own, environment, theirs.fileno(), self.errors.fileno())
+            if launcher is PYTHON and all(name.startswith("DDPKIT_") for name in env):
+                self.process = warm.Process(
+                    warm_server(),
+                    root,
+                    [*map(str, args)],
+                    environment,
+                    theirs.fileno(),
+                    self.errors.fileno(),
+                )
             else:
                 self.process = subprocess.Popen(
                     [*launcher, *map(str, args)],
-                    cwd=ROOT,
+                    cwd=root,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=theirs,
@@ -104,24 +135,30 @@ class Program:
                 pass
 
     def family(self, having: str = "") -> list[int]:
-        """Who is alive of the program and all that it started, in the order of their start; `having` is looked
-        for in their command lines and environments."""
+        """Return the ids of the living processes of the program, in the order of their start.
+
+        having: only processes with this text in their command line or environment.
+        """
         found = [] if having or self.process.poll() is not None else [self.process.pid]
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 text = (folder / "environ").read_bytes() + b"\0" + (folder / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
+            except (
+                FileNotFoundError,
+                ProcessLookupError,
+                PermissionError,
+            ):  # it has ended, or belongs to another user
                 continue
             if self.mark.encode() in text and having.encode() in text:  # a zombie has neither
                 found.append(int(folder.name))
         return sorted({*found})
 
     def children(self) -> list[int]:
-        """The ranks that --spawn started, in order."""
+        """Return the ids of the ranks that --spawn started, in the order of ranks."""
         return self.family("spawn_main")
 
     def read_to(self, what: str) -> None:
-        """Read until a line begins with `what`."""
+        """Read the output up to a line that begins with `what`."""
         while line := self.lines.readline():
             self.heard += line
             if line.startswith(what.encode()):
@@ -129,42 +166,51 @@ class Program:
         pytest.fail(f"no line began with {what!r}: {self.finish()}")
 
     def read_lines(self, count: int) -> None:
-        """Read that many lines, or what there is."""
+        """Read the output up to `count` lines of training steps, or to its end."""
         while count and (line := self.lines.readline()):
             self.heard += line
             count -= line.startswith(b"step ")
 
     def finish(self) -> Ran:
-        """Read on to the end of the program and of all that it started."""
+        """Wait for the end of the program and of all processes that it started."""
         self.heard += self.lines.read()
         code = self.process.wait()
         self.errors.seek(0)
         ran = Ran(code, self.heard.decode(), self.errors.read().decode())
-        assert not self.hung, f"hung, and was killed: {ran}"
-        wait_for(lambda: not self.family(), "all that it started to end", 5)
+        assert not self.hung, f"the program hung and was killed: {ran}"
+        wait_for(lambda: not self.family(), "the end of all its processes", 5)
         return ran
 
 
 def run(*args: object, **how: Any) -> Ran:
-    """Run the program to its end."""
+    """Run the program to its end. The arguments are those of Program."""
     with Program(*args, **how) as program:
         return program.finish()
 
 
 @functools.cache
 def warm_server() -> str:
-    """The socket at which programs start without importing torch first; served as long as the tests run."""
+    """Start the server of warm.py, which runs as long as the tests, and return the path of its socket."""
     path = f"{tempfile.mkdtemp()}/warm"
     server = warm.start(path, ENVIRONMENT)
-    atexit.register(lambda: (server.stdin.close(), server.wait(), os.unlink(path), os.rmdir(os.path.dirname(path))))
+    atexit.register(
+        lambda: (
+            server.stdin.close(),
+            server.wait(),
+            os.unlink(path),
+            os.rmdir(os.path.dirname(path)),
+        )
+    )
     wait_for(lambda: os.path.exists(path), "the warm server")
     return path
 
 
 @contextmanager
 def ahead(**calls: Callable[[], Any]) -> Iterator[dict[str, Future]]:
-    """Begin all calls in the background, a few at a time, since most of a run is one core's `import torch`; a
-    test then waits for the one that it is about."""
+    """Start all calls in background threads, one per core, and yield their futures by name.
+
+    Most of a run is `import torch` on one core, so several runs at once use the machine better.
+    """
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         yield {name: pool.submit(call) for name, call in calls.items()}
@@ -173,7 +219,7 @@ def ahead(**calls: Callable[[], Any]) -> Iterator[dict[str, Future]]:
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-    """Whatever `condition` returns once it is true; the test fails if it never is."""
+    """Wait until condition() is true and return its result. The test fails after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if value := condition():
@@ -183,49 +229,66 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60) -> An
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl as dicts."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(out: Path) -> list[tuple[int, float]]:
-    """(step, loss) of each training line, in the file's order."""
+    """Return (step, loss) of each line of a training step in metrics.jsonl."""
     return [(line["step"], line["loss"]) for line in metrics(out) if "loss" in line]
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """Oldest first."""
+    """Return the checkpoint files in a folder, oldest first."""
     return sorted(out.glob("step-*.pt"))
 
 
+def contents(folder: Path) -> Any:
+    """Return the files in a folder with their contents; of a file the content, and None if nothing is there."""
+    if folder.is_dir():
+        return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return folder.read_bytes() if folder.exists() else None
+
+
 def state(out: Path) -> dict[str, Any]:
-    """The newest checkpoint, read as a stranger would."""
+    """Return the newest checkpoint, read with torch alone."""
     import torch
 
     return torch.load(checkpoints(out)[-1], weights_only=True)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two nests of dicts, lists, tensors and numbers are equal to the last bit."""
+    """Whether two nested dicts, lists, tensors and numbers are bitwise equal. 0.0 and -0.0 differ; NaN equals itself."""
     import torch
 
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return torch.equal(*(t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b)))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
-    return a == b
+    if isinstance(a, float):
+        return isinstance(b, float) and a.hex() == b.hex()
+    return bool(a == b)
 
 
 def same_training(out: Path, other: Path) -> bool:
-    """Whether both ended with the same weights and moments, bitwise, and took the same losses to them."""
+    """Whether two runs have equal losses and bitwise equal weights and optimizer states."""
     a, b = state(out), state(other)
-    return all(same(a[key], b[key]) for key in ("model", "optimizers", "step")) and losses(out) == losses(other)
+    return all(same(a[key], b[key]) for key in ("model", "optimizers", "step")) and losses(
+        out
+    ) == losses(other)
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """5,390 characters, 18 different ones. With val-fraction 0.1 and windows of 16 an epoch has 302 windows:
-    38 steps of 8, the last with 6, or 31 steps of 10, the last with 2."""
+    """Write 5,390 characters, 18 of them different, and return the path of the file.
+
+    With a validation fraction of 0.1 and windows of 16 tokens, an epoch has 302 windows: 38 steps of 8 windows, 6 in
+    the last step, or 31 steps of 10 windows, 2 in the last step.
+    """
     words = "the a model of learns to read and write , .\n".split(" ")
     letters = " ".join(random.Random(0).choices(words, k=2000))[:5390]
     path = tmp_path_factory.mktemp("data") / "text.txt"
@@ -235,28 +298,36 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def flags(text: Path) -> list[object]:
-    """A small run that takes long enough to be disturbed: 100 steps in 3 epochs, with dropout."""
-    return [*TINY, "--data", text, "--dropout", 0.1, "--steps", 100, "--log-every", 1, "--eval-every", 40,
-            "--save-every", 40]  # fmt: skip
+    """Return the flags of a small run that takes long enough to be disturbed: 100 steps in 3 epochs, with dropout."""
+    steps = ["--steps", 100, "--log-every", 1, "--eval-every", 40, "--save-every", 40]
+    return [*TINY, "--data", text, "--dropout", 0.1, *steps]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(flags: list[object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Path]]:
-    """undisturbed(ranks): the folder of a run that nobody disturbed. Not to be written to."""
+def undisturbed(
+    flags: list[object], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Path]:
+    """Return a function: 1 or 2 ranks -> the folder of an undisturbed run with `flags`. Do not write into it."""
 
-    def outcome(*args: object) -> Path:
+    @functools.cache
+    def folder(ranks: int) -> Path:
         out = tmp_path_factory.mktemp("undisturbed")
-        ran = run(*flags, "--out", out, *args)
+        ran = run(*flags, "--out", out, *(["--spawn", ranks] if ranks > 1 else []))
         assert ran.code == 0, ran
         return out
 
-    with ahead(one=partial(outcome), two=partial(outcome, "--spawn", 2)) as runs:
-        yield lambda ranks: runs[{1: "one", 2: "two"}[ranks]].result()
+    lock = threading.Lock()  # calls from several threads must not start the same run twice
+
+    def undisturbed(ranks: int) -> Path:
+        with lock:
+            return folder(ranks)
+
+    return undisturbed
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Program]]:
-    """Start the program in the background; what is left of it when the test ends is killed."""
+    """Return a function that starts the program; all its processes are killed when the test ends."""
     started: list[Program] = []
 
     def begin(*args: object, **how: Any) -> Program:
@@ -270,12 +341,18 @@ def start() -> Iterator[Callable[..., Program]]:
 
 # ----------------------------------------------------------------------------------------------------------- S3
 
-SECRET = "AKIAdoNotSayThis", "wJalrXUtnFEMI/K7MDENG/doNotSayThis"  # key and secret: looked for where they must not be
+SECRET = (
+    "AKIAdoNotSayThis",
+    "wJalrXUtnFEMI/K7MDENG/doNotSayThis",
+)  # key and secret; tests check that no output has them
 
 
 class Storage:
-    """An S3 server on loopback, which does to a request what `fault` says: fault(method, path) -> "500", "503" (an answer),
-    "cut" (the connection closed in the middle of the request), "half" (in the middle of the answer), "slow", or ""."""
+    """An S3 server on the loopback interface that injects faults.
+
+    fault(method, path) decides what happens to a request: "500" or "503" (this answer), "cut" (the connection is closed
+    in the middle of the request), "half" (it is closed in the middle of the answer), "slow", or "" (no fault).
+    """
 
     def __init__(self) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app
@@ -284,7 +361,10 @@ class Storage:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.application = DomainDispatcherApplication(create_backend_app)
         self.server = make_server("127.0.0.1", 0, self, threaded=True)
-        self.server.daemon_threads, self.server.block_on_close = True, False  # clients keep their connections open
+        self.server.daemon_threads, self.server.block_on_close = (
+            True,
+            False,
+        )  # because clients keep their connections open
         self.url = f"http://127.0.0.1:{self.server.port}"
         self.requests: list[tuple[str, str]] = []
         self.mend()
@@ -294,7 +374,7 @@ class Storage:
         self.fault: Callable[[str, str], str] = lambda method, path: ""
 
     def fail(self, fault: str, times: int = 10**9, method: str = "", path: str = "") -> None:
-        """From now on, and `times` times, for requests of that method to what has `path` in it."""
+        """Inject `fault` into the next `times` requests with this method and with `path` in their path."""
         left = iter(range(times))
 
         def choose(its_method: str, its_path: str) -> str:
@@ -304,7 +384,9 @@ class Storage:
         self.requests.clear()
         self.fault = choose
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterator[bytes]:
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterator[bytes]:
         request = environ["REQUEST_METHOD"], f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
         self.requests.append(request)
         fault = self.fault(*request)
@@ -328,7 +410,7 @@ class Storage:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storage]:
-    """An S3 server with a bucket named "bucket", that this process and the programs that tests start use as s3://."""
+    """Start an S3 server with a bucket named "bucket". This process and the programs that tests start use it for s3://."""
     for package in ("moto", "flask", "s3fs"):
         pytest.importorskip(package, reason="needs moto[server] and s3fs")
     import s3fs
@@ -346,7 +428,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storage]:
         for name, value in settings.items():
             patch.setenv(name, value)
             patch.setitem(ENVIRONMENT, name, value)
-        patch.setenv("AWS_MAX_ATTEMPTS", "2")  # botocore's, for each of the 5 of s3fs; it waits seconds in between
+        patch.setenv("AWS_MAX_ATTEMPTS", "2")  # of botocore, for each of the 5 attempts of s3fs
         patch.setitem(ENVIRONMENT, "AWS_MAX_ATTEMPTS", "1")
         patch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         s3fs.S3FileSystem().mkdir("bucket")
@@ -367,52 +449,73 @@ TABLE = pytest.StashKey[list[tuple[str, int, int, float]]]()  # fault, trials, p
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "torture: counted trials of one fault; `-m torture` runs them in full number")
+    config.addinivalue_line(
+        "markers", "torture: counted trials of one fault; `-m torture` runs all of them"
+    )
     config.stash[TABLE] = []
 
 
 @pytest.fixture
 def trials(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """trials(fault, trial, few, many): call trial(0), trial(1), ... `few` times, or, with -m torture, `many`.
+    """Return trials(fault, trial, few, many), which calls trial(0), trial(1), ... `few` times, with -m torture `many`.
 
-    The number is the trial's seed, so that one that failed can be had again. `at_once` of them run side by side.
-    A trial can be `each` faults in a row.
+    The number is the seed of the trial, so that a failed trial can be repeated. `at_once` trials run side by side. A
+    trial can consist of `each` faults. The test is skipped if some trials were skipped and all others passed.
     """
     torture = request.config.option.markexpr == "torture"
 
     def run_all(
-        fault: str, trial: Callable[[int], Any], few: int, many: int, *, each: int = 1, at_once: int = 2
+        fault: str,
+        trial: Callable[[int], Any],
+        few: int,
+        many: int,
+        *,
+        each: int = 1,
+        at_once: int = 2,
     ) -> None:
-        count, failed, begun = many if torture else few, dict[int, BaseException](), time.monotonic()
+        count, begun = many if torture else few, time.monotonic()
+        failed, skipped = dict[int, BaseException](), list[BaseException]()
         if not count:
             pytest.skip("takes long, so only with -m torture")
 
-        def one(number: int) -> int:
-            if len(failed) >= 10:  # it is broken, and more would not tell more
-                return 0
+        def one(number: int) -> bool:
+            """Return whether this trial was run."""
+            if len(failed) >= 10:  # more failures would not tell more
+                return False
             try:
                 trial(number)
-            except BaseException as error:  # pytest.fail is no Exception
+            except (
+                pytest.skip.Exception
+            ) as reason:  # this machine lacks something that the trial needs
+                skipped.append(reason)
+                return False
+            except BaseException as error:  # what pytest.fail raises is not an Exception
                 failed[number] = error
-            return 1
+            return True
 
         with ThreadPoolExecutor(at_once) as pool:
             tried = sum(pool.map(one, range(count)))
-        for error in failed.values():
-            if isinstance(error, pytest.skip.Exception):  # this machine lacks what the trial needs
-                raise error
-        request.config.stash[TABLE].append(
-            (fault, each * tried, each * (tried - len(failed)), time.monotonic() - begun)
-        )
+        passed = each * (tried - len(failed))
+        request.config.stash[TABLE].append((fault, each * tried, passed, time.monotonic() - begun))
         if failed:
             number, error = min(failed.items(), key=lambda item: item[0])
-            which = f"{len(failed)} of {tried} trials failed ({', '.join(map(str, sorted(failed)))})"
-            raise AssertionError(f"{which}, number {number} with: {error}") from error
+            numbers = ", ".join(map(str, sorted(failed)))
+            text = (
+                f"{len(failed)} of {tried} trials failed ({numbers}), number {number} with: {error}"
+            )
+            raise AssertionError(text) from error
+        if skipped:
+            raise skipped[0]
 
     return run_all
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.option.markexpr == "torture":
-        rows = [f"| {fault} | {count:,} | {passed:,} | {s:.0f} s |" for fault, count, passed, s in config.stash[TABLE]]
-        terminalreporter.write_line("\n".join(["", "| fault | trials | passed | time |", "|---|---|---|---|", *rows]))
+        rows = [
+            f"| {fault} | {count:,} | {passed:,} | {s:.0f} s |"
+            for fault, count, passed, s in config.stash[TABLE]
+        ]
+        terminalreporter.write_line(
+            "\n".join(["", "| fault | trials | passed | time |", "|---|---|---|---|", *rows])
+        )

@@ -1,4 +1,4 @@
-"""ckpt: what comes back is what was saved, bit for bit, and what was damaged does not come back."""
+"""Tests of ckpt: what is read is what was saved, bit for bit, and what was damaged is never used."""
 
 import copy
 import hashlib
@@ -8,8 +8,13 @@ import os
 import pickle
 import re
 import resource
+import socket
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,17 +24,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 
-fsspec = pytest.importorskip("fsspec")
 torch.set_num_threads(1)  # the tensors are tiny, and threads that wait for a shared core are slow
+ROOT = Path(ckpt.__file__).parent
 
 
 def build(seed=0, lr=0.1):
-    """A model with matrices, vectors and buffers, of floats and of integers; Muon and AdamW share it."""
+    """Return a model with matrices, vectors, float and integer buffers, and its two optimizers."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4, bias=False))
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4, bias=False)
+    model = nn.Sequential(*layers)
     matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
-    groups = [{"params": vectors[:1], "weight_decay": 0.3}, {"params": vectors[1:], "weight_decay": 0.0}]
-    return model, [torch.optim.AdamW(groups, lr=lr, fused=True), torch.optim.Muon(matrices, lr=lr)]
+    groups = [
+        {"params": vectors[:1], "weight_decay": 0.3},
+        {"params": vectors[1:], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=lr, fused=True)
+    return model, [adamw, torch.optim.Muon(matrices, lr=lr)]
 
 
 def train_(model, optimizers, start, stop):
@@ -52,11 +62,12 @@ def everything(model, optimizers):
 
 
 def settings(optimizers):
-    return [{**group, "params": len(group["params"])} for optimizer in optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [{**group, "params": len(group["params"])} for group in groups]
 
 
 def same(a, b):
-    """Bitwise, with types, down to the last tensor of a nest of builtins."""
+    """Return whether two nests of builtins and tensors have equal types, values and bits."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -64,7 +75,8 @@ def same(a, b):
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+        equal_kind = a.dtype == b.dtype and a.shape == b.shape
+        return equal_kind and a.numpy().tobytes() == b.numpy().tobytes()
     return a == b
 
 
@@ -75,39 +87,26 @@ def group_of_one():
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["path", "file", "memory", "s3"])
-def folder(request, tmp_path):
-    """A folder that is not there yet: a path, and URLs of three kinds."""
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-    yield f"{ {'path': '', 's3': 's3://bucket'}.get(request.param, request.param + '://') }{tmp_path}/out"
-    fsspec.filesystem("memory").store.clear()
-
-
-def place(folder, name):
-    fs, path = fsspec.core.url_to_fs(folder)
-    return fs, f"{path}/{name}"
+@pytest.fixture
+def folder(tmp_path):
+    """The path of a folder that does not exist yet."""
+    return str(tmp_path / "out")
 
 
 def names(folder):
-    fs, path = fsspec.core.url_to_fs(folder)
-    return sorted(name.rsplit("/", 1)[-1] for name in fs.ls(path, detail=False, refresh=True))
+    return sorted(os.listdir(folder))
 
 
-def contents(folder, name):
-    fs, path = place(folder, name)
-    return fs.cat_file(path)
+def flip_(path, at, bit=0):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
 
 
-def put(folder, name, raw):
-    fs, path = place(folder, name)
-    fs.pipe_file(path, raw)
-
-
-def put_named(folder, step, raw):
-    """A file whose name has its right digest."""
-    name = f"step-{step:08d}-{hashlib.sha256(raw).hexdigest()[:32]}.pt"
-    put(folder, name, raw)
+def put_named(folder, step, data):
+    """Write a file whose name has the digest of its content, and return the name."""
+    name = f"step-{step:08d}-{hashlib.sha256(data).hexdigest()[:32]}.pt"
+    Path(folder, name).write_bytes(data)
     return name
 
 
@@ -121,10 +120,10 @@ def torch_saved(value):
     return file.getvalue()
 
 
-# ------------------------------------------------------------------------------------------ state <-> objects
+# ------------------------------------------------------------------ model and optimizers <-> state
 
 
-def test_a_snapshot_has_the_models_own_names_and_what_was_added():
+def test_snapshot_has_the_names_of_the_bare_model_and_what_was_added():
     model, optimizers = trained()
     state = ckpt.snapshot(model, optimizers, step=3, config={"lr": 0.1})
     assert list(state) == ["model", "optimizers", "step", "config"]
@@ -134,7 +133,7 @@ def test_a_snapshot_has_the_models_own_names_and_what_was_added():
     assert kept == {name for name, _ in model.named_parameters()}
 
 
-def test_training_on_does_not_reach_into_a_snapshot():
+def test_snapshot_does_not_change_when_training_continues():
     model, optimizers = trained()
     state = ckpt.snapshot(model, optimizers)
     before = copy.deepcopy(state)
@@ -143,7 +142,17 @@ def test_training_on_does_not_reach_into_a_snapshot():
     assert not same(ckpt.snapshot(model, optimizers), before)
 
 
-def test_snapshots_on_the_way_do_not_disturb_the_training():
+def test_snapshot_shares_no_memory_with_the_training():
+    model, optimizers = trained()
+    moments = [optimizer.state for optimizer in optimizers]
+    live = {t.untyped_storage().data_ptr() for t in ckpt._tensors([model.state_dict(), *moments])}
+    copies = {
+        t.untyped_storage().data_ptr() for t in ckpt._tensors(ckpt.snapshot(model, optimizers))
+    }
+    assert len(live) > 10 and len(copies) == len(live) and not live & copies
+
+
+def test_snapshots_do_not_disturb_the_training():
     plain, watched = trained(6), trained(1)
     for step in range(1, 6):
         ckpt.snapshot(*watched)
@@ -151,14 +160,14 @@ def test_snapshots_on_the_way_do_not_disturb_the_training():
     assert same(everything(*plain), everything(*watched))
 
 
-def test_a_snapshot_before_the_first_step_does_not_disturb_the_training():
+def test_snapshot_before_the_first_step_does_not_disturb_the_training():
     plain, watched = trained(3), build()
-    ckpt.snapshot(*watched)
+    assert ckpt.snapshot(*watched)["optimizers"] == [{}, {}]
     train_(*watched, 0, 3)
     assert same(everything(*plain), everything(*watched))
 
 
-def test_training_from_a_checkpoint_is_bitwise_the_same_as_never_having_stopped(folder):
+def test_training_from_a_checkpoint_is_bitwise_equal_to_training_without_a_stop(folder):
     straight, stopped, resumed = trained(7), trained(3), build(seed=1)
     ckpt.save(folder, ckpt.snapshot(*stopped), step=3)
     found, rejected = ckpt.newest(folder)
@@ -168,7 +177,7 @@ def test_training_from_a_checkpoint_is_bitwise_the_same_as_never_having_stopped(
     assert same(everything(*resumed), everything(*straight))
 
 
-def test_a_restored_optimizer_keeps_the_settings_it_was_built_with():
+def test_restored_optimizers_keep_their_own_settings():
     model, optimizers = build(seed=1, lr=0.7)
     for optimizer in optimizers:
         optimizer.param_groups[0]["weight_decay"] = 0.9
@@ -178,9 +187,32 @@ def test_a_restored_optimizer_keeps_the_settings_it_was_built_with():
     assert all(optimizer.state for optimizer in optimizers)
 
 
-def test_in_a_group_what_ddp_adds_to_names_is_left_out_and_training_resumes(group_of_one):
+def test_settings_in_the_checkpoint_of_another_version_of_torch_do_no_harm():
+    stopped, (model, optimizers) = trained(), build(seed=1)
+    before = settings(optimizers)
+    state = ckpt.snapshot(*stopped)
+    for group in state["optimizers"][0]["param_groups"]:
+        group["of_the_future"] = group.pop("amsgrad")
+    ckpt.restore_(state, model, optimizers)
+    assert settings(optimizers) == before
+    assert same(everything(model, optimizers), everything(*stopped))
+
+
+def test_moments_are_restored_by_name_when_the_parameter_groups_differ():
+    model, optimizers = trained()
+    other = build(seed=1)[0]
+    vectors, matrices = ([p for p in other.parameters() if p.ndim == n] for n in (1, 2))
+    one_group = torch.optim.AdamW(reversed(vectors), lr=0.7, weight_decay=0.1, fused=True)
+    ckpt.restore_(ckpt.snapshot(model, optimizers), other, [one_group, torch.optim.Muon(matrices)])
+    for p, q in zip(model.parameters(), other.parameters()):
+        if p.ndim == 1:
+            assert same(optimizers[0].state[p], one_group.state[q])
+    assert len(one_group.state) == 3 and one_group.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_in_a_group_the_names_have_no_prefix_of_ddp_and_training_resumes(group_of_one):
     straight, stopped, resumed = (build(seed) for seed in (0, 0, 1))
-    wrapped = [(DistributedDataParallel(model), optimizers) for model, optimizers in (straight, stopped, resumed)]
+    wrapped = [(DistributedDataParallel(model), o) for model, o in (straight, stopped, resumed)]
     train_(*wrapped[0], 0, 7)
     train_(*wrapped[1], 0, 3)
     state = ckpt.snapshot(*wrapped[1])
@@ -190,7 +222,16 @@ def test_in_a_group_what_ddp_adds_to_names_is_left_out_and_training_resumes(grou
     assert same(everything(*resumed), everything(*straight))
 
 
-def test_going_back_to_before_the_first_step_forgets_the_moments():
+def test_a_model_in_torch_compile_is_saved_and_restored_by_its_bare_names():
+    model, optimizers = trained()
+    state = ckpt.snapshot(torch.compile(model), optimizers)
+    assert list(state["model"]) == list(model.state_dict())
+    other, others = build(seed=1)
+    ckpt.restore_(state, torch.compile(other), others)
+    assert same(everything(other, others), everything(model, optimizers))
+
+
+def test_restoring_a_state_from_before_the_first_step_deletes_the_moments():
     model, optimizers = build()
     start = ckpt.snapshot(model, optimizers)
     train_(model, optimizers, 0, 3)
@@ -199,27 +240,30 @@ def test_going_back_to_before_the_first_step_forgets_the_moments():
     assert same(everything(model, optimizers), everything(*trained(3)))
 
 
-def test_a_buffer_of_infinities_such_as_an_attention_mask_is_restored():
+def test_a_buffer_with_infinities_such_as_an_attention_mask_is_restored(folder):
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     model.register_buffer("mask", torch.tensor([[0.0, -math.inf], [0.0, 0.0]]))
     other.register_buffer("mask", torch.zeros(2, 2))
-    ckpt.restore_(ckpt.snapshot(model, []), other, [])
+    ckpt.save(folder, ckpt.snapshot(model, []), 1)
+    ckpt.restore_(ckpt.newest(folder)[0].state, other, [])
     assert same(other.state_dict(), model.state_dict())
 
 
-def test_weights_that_are_tied_stay_tied():
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+def test_tied_weights_stay_tied_and_are_stored_once(folder):
+    model = nn.Sequential(nn.Embedding(500, 30), nn.Linear(30, 500, bias=False))
     model[1].weight = model[0].weight
     state = ckpt.snapshot(model, [])
     assert list(state["model"]) == ["0.weight", "1.weight"]
-    assert len({weight.data_ptr() for weight in state["model"].values()}) == 1  # one copy, also in the file
+    assert len({weight.data_ptr() for weight in state["model"].values()}) == 1
+    assert Path(folder, ckpt.save(folder, state, 1).name).stat().st_size < 1.5 * 500 * 30 * 4
     with torch.no_grad():
         model[0].weight.zero_()
     ckpt.restore_(state, model, [])
-    assert model[1].weight is model[0].weight and same(model[0].weight.detach(), state["model"]["0.weight"])
+    assert model[1].weight is model[0].weight
+    assert same(model[0].weight.detach(), state["model"]["0.weight"])
 
 
-def test_training_after_a_restore_does_not_reach_into_the_state():
+def test_state_does_not_change_when_training_continues_after_a_restore():
     state, (model, optimizers) = ckpt.snapshot(*trained()), build()
     before = copy.deepcopy(state)
     ckpt.restore_(state, model, optimizers)
@@ -247,14 +291,14 @@ def test_any_optimizer_is_saved_and_restored(make):
     assert same(everything(model, optimizers), everything(other, others))
 
 
-def test_a_restore_while_there_are_gradients_is_a_restore():
+def test_restore_works_while_there_are_gradients():
     stopped, (model, optimizers) = trained(), build(seed=1)
     model(torch.ones(2, 4)).sum().backward()
     ckpt.restore_(ckpt.snapshot(*stopped), model, optimizers)
     assert same(everything(model, optimizers), everything(*stopped))
 
 
-def test_a_parameter_that_never_had_a_gradient_is_no_obstacle():
+def test_a_parameter_that_never_had_a_gradient_has_no_moments_after_a_restore():
     def unused_bias():
         model = nn.Linear(2, 2)
         return model, [torch.optim.AdamW(model.parameters())]
@@ -262,30 +306,158 @@ def test_a_parameter_that_never_had_a_gradient_is_no_obstacle():
     model, optimizers = unused_bias()
     model.weight.sum().backward()
     optimizers[0].step()
-    ckpt.restore_(ckpt.snapshot(model, optimizers), *unused_bias())
+    other, others = unused_bias()
+    ckpt.restore_(ckpt.snapshot(model, optimizers), other, others)
+    assert same(others[0].state[other.weight], optimizers[0].state[model.weight])
 
 
-@pytest.mark.parametrize("change", ["missing", "surplus", "shape"])
-def test_a_state_of_another_model_is_an_error_with_the_name(change):
-    state, other = ckpt.snapshot(*trained()), build(seed=1)
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_an_empty_state_changes_nothing(trained_before):
+    model, optimizers = trained() if trained_before else build()
+    before = copy.deepcopy(everything(model, optimizers))
+    ckpt.restore_({}, model, optimizers)
+    assert same(everything(model, optimizers), before)
+
+
+def state_of_another_model(change):
+    """Return a snapshot with something that does not fit; change: a key of MISFITS."""
+    state = ckpt.snapshot(*trained())
+    if not state["model"]:  # not rank 0
+        return state
     if change == "missing":
         del state["model"]["3.weight"]
+    elif change == "fewer optimizers":
+        state["optimizers"].pop()
+    elif change == "moment of another shape":
+        state["optimizers"][0]["state"]["0.bias"]["exp_avg"] = torch.zeros(5)
+    elif change == "moment of another dtype":
+        moments = state["optimizers"][0]["state"]["0.bias"]
+        moments["exp_avg"] = moments["exp_avg"].double()
+    elif change == "moments of another optimizer":
+        moments = state["optimizers"][1]["state"]["3.weight"]
+        moments["exp_avg"] = moments.pop("momentum_buffer")
+    elif change == "moments of another parameter":
+        state["optimizers"][0]["state"]["3.weight"] = state["optimizers"][1]["state"]["3.weight"]
     else:
         state["model"]["3.weight" if change == "shape" else "4.weight"] = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"[34]\.weight"):
-        ckpt.restore_(state, *other)
+    return state
 
 
-def test_a_state_of_other_optimizers_is_an_error():
-    state, (model, optimizers) = ckpt.snapshot(*trained()), build()
-    with pytest.raises(ValueError):
-        ckpt.restore_({**state, "optimizers": state["optimizers"][:1]}, model, optimizers)
+MISFITS = {
+    "missing": "3.weight is missing in",
+    "surplus": "4.weight is (5,) torch.float32 in the checkpoint, missing",
+    "shape": "3.weight is (5,)",
+    "fewer optimizers": "1 optimizers in the checkpoint, 2 here",
+    "moment of another shape": "optimizer state of 0.bias: exp_avg is (5,)",
+    "moment of another dtype": "optimizer state of 0.bias: exp_avg is (8,) torch.float64",
+    "moments of another optimizer": "optimizer state of 3.weight: momentum_buffer is missing",
+    "moments of another parameter": "optimizer state of 3.weight: momentum_buffer is",
+}
 
 
-# -------------------------------------------------------------------------------------------- state <-> file
+@pytest.mark.parametrize("change", MISFITS)
+def test_a_state_that_does_not_fit_is_named_and_the_model_is_unchanged(change):
+    model, optimizers = trained(seed=1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=re.escape(MISFITS[change])):
+        ckpt.restore_(state_of_another_model(change), model, optimizers)
+    assert same(model.state_dict(), before)
 
 
-def test_a_checkpoint_is_one_file_that_torch_opens_without_ckpt(tmp_path):
+def restore_in_a_group(rank, size, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=size)
+    for change in RESTORED_IN_A_GROUP:
+        straight, stopped = trained(4), trained(3)
+        fits = ckpt.snapshot(*stopped)
+        state = state_of_another_model(change) if change in MISFITS else fits
+        model, optimizers = trained(2, seed=5)
+        before = copy.deepcopy(everything(model, optimizers))
+        if rank or change == "nothing":
+            state = fits if rank and change == "nothing" else {}
+        try:
+            ckpt.restore_(state, model, optimizers)
+            after = everything(model, optimizers)
+            result = "restored" if same(after, everything(*stopped)) else "?"
+            result = "unchanged" if same(after, before) else result
+            train_(model, optimizers, 3, 4)
+            if result == "restored" and not same(after, everything(*straight)):
+                result = "restored, but the next step differs"
+        except ValueError as error:
+            result = f"{error}"
+        Path(path, f"{change} {rank}").write_text(result)
+    dist.destroy_process_group()
+
+
+RESTORED_IN_A_GROUP = {
+    "all": "restored",
+    "nothing": "unchanged",
+    "missing": MISFITS["missing"],
+    "fewer optimizers": MISFITS["fewer optimizers"],
+    "moment of another shape": MISFITS["moment of another shape"],
+}
+
+
+def test_all_ranks_get_the_state_of_rank_0_or_the_same_error(tmp_path):
+    torch.multiprocessing.spawn(restore_in_a_group, (2, str(tmp_path)), nprocs=2)
+    for change, expected in RESTORED_IN_A_GROUP.items():
+        results = [(tmp_path / f"{change} {rank}").read_text() for rank in (0, 1)]
+        assert results[0] == results[1] and results[0].startswith(expected), (change, results)
+        assert "differs" not in results[0]
+
+
+def test_a_state_fits_the_model_that_it_is_from():
+    state = ckpt.snapshot(*trained())
+    ckpt.check_matches(state, build(seed=1)[0])
+
+
+float32 = "torch.float32"
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("3.weight", None, f"3.weight is missing in the checkpoint, (4, 8) {float32} in the model"),
+        (
+            "1.running_mean",
+            None,
+            f"1.running_mean is missing in the checkpoint, (8,) {float32} in the model",
+        ),
+        (
+            "4.bias",
+            lambda _: torch.ones(1),
+            f"4.bias is (1,) {float32} in the checkpoint, missing in the model",
+        ),
+        (
+            "3.weight",
+            torch.t,
+            f"3.weight is (8, 4) {float32} in the checkpoint, (4, 8) {float32} in the model",
+        ),
+        (
+            "0.bias",
+            torch.Tensor.half,
+            f"0.bias is (8,) torch.float16 in the checkpoint, (8,) {float32} in the model",
+        ),
+        (
+            "0.bias",
+            lambda w: w.tolist(),
+            f"0.bias is a list in the checkpoint, (8,) {float32} in the model",
+        ),
+    ],
+)
+def test_check_matches_names_the_difference(name, change, message):
+    model, optimizers = trained()
+    state = ckpt.snapshot(model, optimizers)
+    value = state["model"].pop(name, None)
+    if change:
+        state["model"][name] = change(value)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ckpt.check_matches(state, model)
+
+
+# ---------------------------------------------------------------------------------- state <-> file
+
+
+def test_a_checkpoint_is_one_file_that_torch_reads_without_ckpt(tmp_path):
     model, optimizers = trained()
     state = ckpt.snapshot(model, optimizers, step=3, text="ü")
     entry = ckpt.save(str(tmp_path / "new" / "folder"), state, step=3, loss=1.88118)
@@ -295,6 +467,12 @@ def test_a_checkpoint_is_one_file_that_torch_opens_without_ckpt(tmp_path):
     bare = build(seed=1)[0]
     bare.load_state_dict(loaded["model"])
     assert same(dict(bare.state_dict()), dict(model.state_dict()))
+
+
+def test_the_mode_of_a_checkpoint_is_that_of_any_new_file(folder):
+    entry = ckpt.save(folder, some_state(), 1)
+    Path(folder, "other").touch()
+    assert Path(folder, entry.name).stat().st_mode == Path(folder, "other").stat().st_mode
 
 
 @pytest.mark.parametrize(
@@ -308,123 +486,223 @@ def test_a_checkpoint_is_one_file_that_torch_opens_without_ckpt(tmp_path):
         (123456789, 12.0, "step-123456789-loss-12.0000-"),
     ],
 )
-def test_the_name_tells_step_loss_and_the_sha256_of_the_content(folder, step, loss, start):
+def test_the_name_has_step_loss_and_sha256_of_the_content(folder, step, loss, start):
     entry = ckpt.save(folder, some_state(), step, loss)
     assert names(folder) == [entry.name]
-    assert entry.name == f"{start}{hashlib.sha256(contents(folder, entry.name)).hexdigest()[:32]}.pt"
-    assert entry.step == step and ckpt.entries(folder) == [entry]
-    assert entry.loss == (round(loss, 4) if loss is not None and math.isfinite(loss) else None)
+    digest = hashlib.sha256(Path(folder, entry.name).read_bytes()).hexdigest()
+    assert entry.name == f"{start}{digest[:32]}.pt"
+    assert entry.step == step and ckpt.list_checkpoints(folder) == [entry]
+    finite = loss is not None and math.isfinite(loss)
+    assert entry.loss == (round(loss, 4) if finite else None)
 
 
-def test_the_digest_is_of_the_whole_file_wherever_it_was_read_to():
-    raw = os.urandom(9_000_000)
-    file = io.BytesIO(raw)
-    file.seek(1234)
-    assert ckpt.digest(file) == hashlib.sha256(raw).hexdigest()[:32]
+def test_sha256_is_that_of_the_whole_file(tmp_path):
+    data = os.urandom(9_000_000)
+    (tmp_path / "file").write_bytes(data)
+    assert ckpt.sha256(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
-def test_entries_are_in_the_order_of_steps_and_nothing_else_is_one(folder):
-    assert ckpt.entries(folder) == [] and ckpt.newest(folder) == (None, [])
+def test_checkpoints_are_listed_in_the_order_of_steps_and_other_files_are_not(folder):
+    assert ckpt.list_checkpoints(folder) == [] and ckpt.newest(folder) == (None, [])
     steps = [100_000_000, 99_999_999, 5, 1_000]
     for step in steps:
         ckpt.save(folder, some_state(step), step)
-    good = ckpt.entries(folder)[0].name
-    for name in ("metrics.jsonl", f"{good}.damaged", f"x{good}", f".saving-{good}", ".saving-17", good[:-4] + ".pt"):
-        put(folder, name, b"")
-    assert [entry.step for entry in ckpt.entries(folder)] == sorted(steps)
+    good = ckpt.list_checkpoints(folder)[0].name
+    others = ["metrics.jsonl", f"{good}.damaged", f"x{good}", f".saving-{good}", ".saving-17"]
+    for name in [*others, good[:-4] + ".pt"]:
+        Path(folder, name).touch()
+    assert [entry.step for entry in ckpt.list_checkpoints(folder)] == sorted(steps)
     assert ckpt.newest(folder)[0].state["step"] == 100_000_000
 
 
-def test_checkpoints_of_one_step_with_and_without_a_loss_can_be_together(folder):
+def test_two_checkpoints_of_one_step_with_and_without_a_loss_are_both_listed(folder):
     saved = {ckpt.save(folder, some_state(4), 4, loss) for loss in (None, 1.5)}
-    assert set(ckpt.entries(folder)) == saved
+    assert len(saved) == 2 and set(ckpt.list_checkpoints(folder)) == saved
 
 
-def test_a_name_with_a_loss_that_is_no_number_is_no_checkpoint(folder):
+def test_a_name_whose_loss_is_not_a_number_is_not_listed(folder):
     entry = ckpt.save(folder, some_state(4), 4, 1.5)
-    put(folder, entry.name.replace("1.5", "1..5"), b"")
-    assert ckpt.entries(folder) == [entry]
+    Path(folder, entry.name.replace("1.5", "1..5")).touch()
+    assert ckpt.list_checkpoints(folder) == [entry]
 
 
-def test_saving_the_same_again_is_no_error_and_one_file(folder):
+def test_saving_the_same_state_twice_gives_one_file(folder):
     assert ckpt.save(folder, some_state(), 4) == ckpt.save(folder, some_state(), 4)
     assert len(names(folder)) == 1
 
 
-def test_saving_only_reads_the_state(folder):
+def test_save_does_not_change_the_state(folder):
     state = ckpt.snapshot(*trained())
     before = copy.deepcopy(state)
     ckpt.save(folder, state, 3)
     assert same(state, before)
 
 
-# ---------------------------------------------------------------------------------------------------- damage
+WITH_NAN = {
+    "parameter": {"a": torch.ones(2), "w": torch.tensor([1, math.nan])},
+    "buffer": {"w.running_mean": torch.tensor([[math.nan]]), "mask": torch.tensor([0, -math.inf])},
+}
 
 
-def flipped(raw, at):
-    raw = bytearray(raw)
-    raw[at] ^= 1
-    return bytes(raw)
+@pytest.mark.parametrize("where", WITH_NAN)
+def test_save_and_load_refuse_the_same_nan(folder, where):
+    old = ckpt.save(folder, some_state(10), 10)
+    state = {"model": WITH_NAN[where]}
+    with pytest.raises(ValueError, match=r"^worthless: w\S* contains NaN$"):
+        ckpt.save(folder, state, 20)
+    assert names(folder) == [old.name]
+    bad = put_named(folder, 20, torch_saved(state))
+    found, (line,) = ckpt.newest(folder)
+    assert found.entry == old and re.fullmatch(rf"{bad}: worthless: w\S* contains NaN", line)
 
+
+def test_save_refuses_nan_in_the_buffer_of_a_model(folder):
+    model, optimizers = trained()
+    model[1].running_mean[2] = math.nan
+    with pytest.raises(ValueError, match="^worthless: 1.running_mean contains NaN$"):
+        ckpt.save(folder, ckpt.snapshot(model, optimizers), 1)
+    assert not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("extra", [Path("x"), {"a": [threading.Event]}], ids=["path", "class"])
+def test_save_refuses_what_load_would_refuse(folder, extra):
+    old = ckpt.save(folder, some_state(1), 1)
+    with pytest.raises(ValueError, match="^not a checkpoint: torch.load"):
+        ckpt.save(folder, {**some_state(2), "extra": extra}, 2)
+    assert names(folder) == [old.name]
+
+
+@pytest.mark.parametrize("state", [{}, {"weights": {}}, {"model": torch.ones(3)}, []])
+def test_save_refuses_a_state_without_a_model(folder, state):
+    with pytest.raises(ValueError, match="no state dict under 'model'"):
+        ckpt.save(folder, state, 2)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_listed_loaded_and_restored():
+    """tests/old_checkpoint has trained(3), saved before ckpt.py was rewritten (commit a857134)."""
+    old = str(ROOT / "tests" / "old_checkpoint")
+    (entry,) = ckpt.list_checkpoints(old)
+    assert entry[:2] == (3, 1.8812)
+    state = ckpt.load(old, entry)
+    assert list(state) == ["model", "optimizers", "step", "config", "text", "scaler"]
+    model, optimizers = build(seed=1)
+    ckpt.restore_(state, model, optimizers)
+    assert same(dict(model.state_dict()), dict(state["model"]))
+    train_(model, optimizers, 3, 5)
+    straight = trained(5)[0].state_dict()  # perhaps on another processor than the checkpoint
+    assert list(straight) == list(model.state_dict())
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, straight[name])
+
+
+def test_the_layout_of_a_checkpoint_is_that_of_the_earlier_version():
+    old = str(ROOT / "tests" / "old_checkpoint")
+    state = ckpt.load(old, ckpt.list_checkpoints(old)[0])
+    ours = ckpt.snapshot(
+        *trained(), step=3, config={"lr": 0.1, "betas": (0.9, 0.95)}, text="ü", scaler={}
+    )
+
+    def layout(value):
+        if isinstance(value, dict):
+            return {key: layout(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(layout, value))
+        return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+    assert str(layout(ours)) == str(layout(state))
+
+
+# ------------------------------------------------------------------------------------------ damage
 
 DAMAGES = {
-    "cut to nothing": lambda raw: b"",
-    "cut to a byte": lambda raw: raw[:1],
-    "cut to half": lambda raw: raw[: len(raw) // 2],
-    "cut by a byte": lambda raw: raw[:-1],
-    "a byte too long": lambda raw: raw + b"\0",
-    "zeros": lambda raw: bytes(len(raw)),
-    "first byte": lambda raw: flipped(raw, 0),
-    "middle byte": lambda raw: flipped(raw, len(raw) // 2),
-    "last byte": lambda raw: flipped(raw, -1),
+    "cut to nothing": lambda data: b"",
+    "cut to a byte": lambda data: data[:1],
+    "cut to half": lambda data: data[: len(data) // 2],
+    "cut by a byte": lambda data: data[:-1],
+    "a byte too long": lambda data: data + b"\0",
+    "zeros": lambda data: bytes(len(data)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_what_is_damaged_is_named_and_the_one_before_it_used(folder, damage):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(folder, damage):
     old, new = (ckpt.save(folder, some_state(step), step) for step in (10, 20))
     assert ckpt.newest(folder)[0].entry == new
-    put(folder, new.name, damage(contents(folder, new.name)))
+    path = Path(folder, new.name)
+    path.write_bytes(damage(path.read_bytes()))
     found, (line,) = ckpt.newest(folder)
     assert found.entry == old and same(found.state, some_state(10))
     assert line.startswith(f"{new.name}: damaged")
 
 
-def test_a_flip_of_any_bit_is_found(tmp_path):
-    entry = ckpt.save(str(tmp_path), some_state(), 1)
-    raw = contents(str(tmp_path), entry.name)
-    for at in range(0, len(raw), 7):
-        put(str(tmp_path), entry.name, flipped(raw, at))
+def test_any_flipped_bit_is_found(folder):
+    entry = ckpt.save(folder, some_state(), 1)
+    path = Path(folder, entry.name)
+    data = path.read_bytes()
+    for at in range(
+        0, 8 * len(data), 37
+    ):  # an odd distance, so that each of the 8 bits has its turn
+        path.write_bytes(data)
+        flip_(path, at // 8, at % 8)
         with pytest.raises(ValueError, match="damaged"):
-            ckpt.load(str(tmp_path), entry)
+            ckpt.load(folder, entry)
+    path.write_bytes(data)
+    assert same(ckpt.load(folder, entry), some_state())
 
 
-def test_two_that_have_each_others_content_are_both_damaged(folder):
+def test_two_checkpoints_with_exchanged_contents_are_both_damaged(folder):
     first, second, third = (ckpt.save(folder, some_state(step), step) for step in (10, 20, 30))
-    a, b = contents(folder, second.name), contents(folder, third.name)
-    put(folder, second.name, b)
-    put(folder, third.name, a)
+    os.rename(Path(folder, second.name), Path(folder, "x"))
+    os.rename(Path(folder, third.name), Path(folder, second.name))
+    os.rename(Path(folder, "x"), Path(folder, third.name))
     found, rejected = ckpt.newest(folder)
-    assert found.entry == first and [line.split(":")[0] for line in rejected] == [third.name, second.name]
+    assert found.entry == first
+    assert [line.split(":")[0] for line in rejected] == [third.name, second.name]
 
 
-def test_where_all_are_damaged_all_are_named_and_none_is_found(folder):
+def test_newest_raises_if_there_are_checkpoints_but_none_verifies(folder):
     saved = [ckpt.save(folder, some_state(step), step) for step in (10, 20)]
     for entry in saved:
-        put(folder, entry.name, b"")
-    found, rejected = ckpt.newest(folder)
-    assert found is None and len(rejected) == 2
+        Path(folder, entry.name).write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=f"{folder}: no checkpoint can be used; {saved[1].name}: d"
+    ):
+        ckpt.newest(folder)
 
 
 @pytest.mark.parametrize(
-    "replace", [os.mkdir, lambda path: os.symlink("nowhere", path)], ids=["folder", "dangling link"]
+    "replace",
+    [os.mkdir, lambda path: os.symlink("nowhere", path), os.mkfifo],
+    ids=["folder", "dangling link", "pipe"],
 )
-def test_what_is_not_a_file_is_named_and_the_one_before_it_used(tmp_path, replace):
-    old, new = (ckpt.save(str(tmp_path), some_state(step), step) for step in (10, 20))
-    (tmp_path / new.name).unlink()
-    replace(tmp_path / new.name)
-    found, (line,) = ckpt.newest(str(tmp_path))
+def test_what_is_not_a_file_is_named_and_the_checkpoint_before_it_is_used(folder, replace):
+    old, new = (ckpt.save(folder, some_state(step), step) for step in (10, 20))
+    Path(folder, new.name).unlink()
+    replace(Path(folder, new.name))
+    found, (line,) = ckpt.newest(folder)
     assert found.entry == old and line.startswith(f"{new.name}: ")
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_reported(folder):
+    saved = [ckpt.save(folder, some_state(step), step) for step in (10, 20)]
+
+    def load(folder, entry):
+        if entry == saved[1] and entry.name in names(folder):  # another process prunes
+            ckpt.remove(folder, entry.name)
+            ckpt.save(folder, some_state(30), 30)
+        return ckpt.load(folder, entry)
+
+    found, rejected = ckpt.newest(folder, load)
+    assert found.entry.step == 30 and rejected == []
+
+
+def test_a_sharded_checkpoint_is_refused_and_no_older_one_is_used(folder):
+    ckpt.save(folder, some_state(10), 10)
+    sharded = ckpt.make_entry(20, 1.5, "0123456789abcdef" * 2, ending="")
+    os.mkdir(Path(folder, sharded.name))
+    assert ckpt.list_checkpoints(folder)[-1] == sharded
+    with pytest.raises(NotImplementedError, match=f"{sharded.name} is a sharded checkpoint"):
+        ckpt.newest(folder)
 
 
 class MakesAFolder:
@@ -441,16 +719,17 @@ class MakesAFolder:
 def test_code_in_a_checkpoint_is_refused_and_not_run(folder, tmp_path, written, where):
     code = MakesAFolder(str(tmp_path / "was run"))
     old = ckpt.save(folder, some_state(10), 10)
-    bad = put_named(folder, 20, written({"model": {"w": code}} if where == "inside" else {"model": {}, "x": code}))
+    state = {"model": {"w": code}} if where == "inside" else {"model": {}, "x": code}
+    bad = put_named(folder, 20, written(state))
     found, (line,) = ckpt.newest(folder)
     assert found.entry == old and line.startswith(f"{bad}: not a checkpoint: ")
     assert not (tmp_path / "was run").exists()
-    pickle.loads(pickle.dumps(code))  # which proves that it would have run
+    pickle.loads(pickle.dumps(code))  # this proves that the code works
     assert (tmp_path / "was run").exists()
 
 
 @pytest.mark.parametrize(
-    "raw",
+    "data",
     [
         b"not a checkpoint",
         torch_saved([1, 2]),
@@ -462,24 +741,25 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(folder, tmp_path, written, 
         b"\x80\x02h\x07.",
         b"\x80\x02J",
     ],
-    ids=["text", "list", "no model", "a tensor", "half a zip", "empty", "no stack", "no memo", "half a number"],
+    ids="text,list,no model,tensor,half a zip,empty,no stack,no memo,half a number".split(","),
 )
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_what_is_no_checkpoint_under_its_right_digest_is_named_and_the_one_before_it_used(folder, raw):
+def test_what_is_no_checkpoint_is_named_and_the_one_before_it_is_used(folder, data):
     old = ckpt.save(folder, some_state(10), 10)
-    bad = put_named(folder, 20, raw)
+    bad = put_named(folder, 20, data)
     found, (line,) = ckpt.newest(folder)
     assert found.entry == old and re.fullmatch(f"{bad}: not a checkpoint: .+", line)
 
 
-def test_what_was_set_aside_is_no_entry_but_still_there(folder):
+def test_a_checkpoint_that_is_set_aside_is_not_listed_but_still_there(folder):
     old, new = (ckpt.save(folder, some_state(step), step) for step in (10, 20))
-    raw = contents(folder, new.name)
+    data = Path(folder, new.name).read_bytes()
     ckpt.set_aside(folder, new.name)
-    assert ckpt.entries(folder) == [old] and contents(folder, f"{new.name}.damaged") == raw
+    assert ckpt.list_checkpoints(folder) == [old]
+    assert Path(folder, f"{new.name}.damaged").read_bytes() == data
 
 
-# ----------------------------------------------------------------------------------------------------- prune
+# --------------------------------------------------------------------------------- prune and remove
 
 
 @pytest.mark.parametrize(
@@ -490,49 +770,124 @@ def test_what_was_set_aside_is_no_entry_but_still_there(folder):
         (2, [3.0, 1.0, 2.0, 4.0, 5.0], [1, 3, 4]),
         (2, [None, None, None, None], [2, 3]),
         (1, [None, 2.0, None, None], [1, 3]),
-        (1, [5.0, 1.0, 1.0, 2.0], [2, 3]),  # of equals the later
+        (1, [5.0, 1.0, 1.0, 2.0], [2, 3]),  # the later one of two equal losses
         (1, [-1.0, -2.0, 0.0], [1, 2]),
-        (1, [9.5, 10.5, 11.5], [0, 2]),  # as numbers, not as text
+        (1, [9.5, 10.5, 11.5], [0, 2]),  # compared as numbers, not as text
         (5, [3.0, 2.0, 1.0], [0, 1, 2]),
         (0, [1.0, 2.0, 3.0], [0]),
     ],
 )
-def test_prune_leaves_the_last_and_the_best(folder, keep, losses, left):
-    saved = [ckpt.save(folder, some_state(step), step, loss) for step, loss in enumerate(losses)]
-    put(folder, "metrics.jsonl", b"{}")
-    put(folder, f"{saved[0].name}.damaged", b"")
+def test_prune_keeps_the_last_and_the_best(folder, keep, losses, left):
+    saved = [ckpt.save(folder, some_state(i), i, loss) for i, loss in enumerate(losses)]
+    others = {"metrics.jsonl", f"{saved[0].name}.damaged"}
+    for name in others:
+        Path(folder, name).touch()
+    deleted = [entry for i, entry in enumerate(saved) if i not in left]
+    assert ckpt.superseded(saved, keep) == deleted
     ckpt.prune(folder, keep)
-    assert ckpt.entries(folder) == [saved[i] for i in left]
-    assert {"metrics.jsonl", f"{saved[0].name}.damaged"} <= set(names(folder))
-
-
-def test_prune_sweeps_up_after_a_save_that_was_broken_off(tmp_path):
-    entry = ckpt.save(str(tmp_path), some_state(1), 1)
-    (tmp_path / f"{ckpt.TEMPORARY}12345").write_bytes(b"half")
-    assert ckpt.newest(str(tmp_path))[0].entry == entry
-    ckpt.prune(str(tmp_path), keep=1)
-    assert names(str(tmp_path)) == [entry.name]
+    assert ckpt.list_checkpoints(folder) == [saved[i] for i in left]
+    assert others < set(names(folder))
 
 
 def test_save_and_prune_does_both(folder):
     for step in range(4):
         last = ckpt.save_and_prune(folder, some_state(step), step, None, 2)
-    assert [entry.step for entry in ckpt.entries(folder)] == [2, 3] and ckpt.entries(folder)[-1] == last
+    assert [entry.step for entry in ckpt.list_checkpoints(folder)] == [2, 3]
+    assert ckpt.list_checkpoints(folder)[-1] == last
 
 
-def test_removing_what_is_gone_is_no_error(folder):
+def test_two_jobs_on_one_folder_do_not_delete_the_temporary_files_of_each_other(folder):
+    """Each of two processes saves and prunes as fast as it can; each save must succeed."""
+    code = """if True:
+        import sys, torch, ckpt
+        for step in range(int(sys.argv[2]), 60, 2):
+            state = {"model": {"w": torch.full((300_000,), float(step))}}
+            ckpt.save_and_prune(sys.argv[1], state, step, None, 1000)
+    """
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, folder, f"{i}"], cwd=ROOT, stderr=subprocess.PIPE
+        )
+        for i in (0, 1)
+    ]
+    errors = [job.communicate()[1].decode() for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], errors
+    assert [entry.step for entry in ckpt.list_checkpoints(folder)] == list(range(60))
+
+
+def test_prune_keeps_the_temporary_file_of_another_job(folder):
+    ckpt.save(folder, some_state(1), 1)
+    with ckpt._temporary_file(folder) as file:
+        file.write(b"half")
+        file.flush()
+        ckpt.save_and_prune(folder, some_state(2), 2, None, 1)
+        assert Path(file.name).read_bytes() == b"half"
+
+
+def test_removing_what_does_not_exist_is_no_error(folder):
     entry = ckpt.save(folder, some_state(), 1)
     for _ in range(2):
         ckpt.remove(folder, entry.name)
-    assert ckpt.entries(folder) == []
+    assert ckpt.list_checkpoints(folder) == [] and names(folder) == []
 
 
-# ------------------------------------------------------------------------------------------- writes that fail
+def make_sharded(folder, step=20):
+    """Make a folder with the name of a sharded checkpoint, and return the name."""
+    name = ckpt.make_entry(step, None, "0123456789abcdef" * 2, ending="").name
+    path = Path(folder, name)
+    path.mkdir(parents=True)
+    for file in ("manifest.json", "__0_0.distcp"):
+        (path / file).write_bytes(b"content")
+    return name
+
+
+def test_a_folder_is_renamed_durably_before_its_content_is_deleted(folder, monkeypatch):
+    name, calls = make_sharded(folder), []
+
+    def record(module, function):
+        def wrapper(*args, **kwargs):
+            calls.append(function)
+            if function == "rmtree":
+                assert name not in names(folder) and not ckpt.list_checkpoints(folder)
+            return original(*args, **kwargs)
+
+        original = getattr(module, function)
+        monkeypatch.setattr(module, function, wrapper)
+
+    for module, function in ((Path, "replace"), (os, "fsync"), (ckpt.shutil, "rmtree")):
+        record(module, function)
+    ckpt.remove(folder, name)
+    assert calls == ["replace", "fsync", "rmtree"] and names(folder) == []
+
+
+def test_a_folder_whose_deletion_breaks_off_is_not_listed_and_goes_with_the_lock(
+    folder, monkeypatch
+):
+    name = make_sharded(folder)
+    monkeypatch.setattr(
+        ckpt.shutil, "rmtree", lambda path, ignore_errors: os.unlink(path / "manifest.json")
+    )
+    ckpt.remove(folder, name)
+    assert ckpt.list_checkpoints(folder) == [] and len(names(folder)) == 1
+    monkeypatch.undo()
+    with ckpt.lock(folder):
+        assert names(folder) == [".lock"]
+
+
+def test_a_folder_with_the_name_of_a_file_is_set_aside_and_not_deleted(folder):
+    name = f"{make_sharded(folder)}"
+    os.rename(Path(folder, name), Path(folder, f"{name}.pt"))
+    ckpt.remove(folder, f"{name}.pt")
+    assert names(folder) == [f"{name}.pt.damaged"]
+    assert len(names(Path(folder, f"{name}.pt.damaged"))) == 2
+
+
+# ------------------------------------------------------------------------------- writes that fail
 
 
 @contextmanager
 def largest_file(size):
-    """Writing past `size` bytes is an OSError, as on a disk that is full."""
+    """Let writing past `size` bytes be an OSError, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -542,83 +897,217 @@ def largest_file(size):
 
 
 @pytest.mark.parametrize("room", [0, 0.0001, 0.1, 0.5, 0.9, 0.999])
-def test_a_full_disk_is_an_oserror_and_leaves_what_was_there(tmp_path, room):
+def test_a_full_disk_is_an_oserror_and_leaves_what_was_there(folder, room):
     state = {"model": {"a": torch.ones(50_000), "b": torch.ones(50_000)}}
-    old = ckpt.save(str(tmp_path), state, 1)
-    size = (tmp_path / old.name).stat().st_size
+    old = ckpt.save(folder, state, 1)
+    size = Path(folder, old.name).stat().st_size
     with largest_file(int(room * size)), pytest.raises(OSError):
-        ckpt.save(str(tmp_path), state, 2)
-    assert names(str(tmp_path)) == [old.name]
-    assert ckpt.newest(str(tmp_path))[0].entry == old
-    assert ckpt.save(str(tmp_path), state, 2).step == 2  # with room again
+        ckpt.save(folder, state, 2)
+    assert names(folder) == [old.name]
+    assert ckpt.newest(folder)[0].entry == old
+    assert ckpt.save(folder, state, 2).step == 2  # now there is room again
 
 
-def test_a_write_that_fails_leaves_no_temporary_file_whatever_the_error(tmp_path):
-    old = ckpt.save(str(tmp_path), some_state(1), 1)
-    with pytest.raises(Exception):
-        ckpt.save(str(tmp_path), {"model": {"w": threading.Lock()}}, 2)
-    assert names(str(tmp_path)) == [old.name]
+def test_a_write_that_fails_leaves_no_temporary_file(folder):
+    old = ckpt.save(folder, some_state(1), 1)
+    with pytest.raises(TypeError, match="lock"):
+        ckpt.save(folder, {"model": {"w": threading.Lock()}}, 2)
+    assert names(folder) == [old.name]
 
 
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_a_folder_that_is_a_file_is_an_oserror(tmp_path, scheme):
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_an_error_of_the_disk_leaves_what_was_there(folder, monkeypatch, call):
+    old = ckpt.save(folder, some_state(1), 1)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path if call == "replace" else os, call, fail)
+    for write in (
+        lambda: ckpt.save(folder, some_state(2), 2),
+        lambda: ckpt.write_text(folder, "a", "b"),
+    ):
+        with pytest.raises(OSError, match="Input/output error"):
+            write()
+    monkeypatch.undo()
+    assert names(folder) == [old.name]
+
+
+def test_a_folder_that_is_a_file_is_an_oserror(tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(OSError, match="out"):
-        ckpt.save(f"{scheme}{tmp_path}/out", some_state(), 1)
+        ckpt.save(str(tmp_path / "out"), some_state(), 1)
     assert (tmp_path / "out").read_text() == "mine" and os.listdir(tmp_path) == ["out"]
 
 
+def test_a_url_is_refused_and_no_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"s3://bucket/out is a URL: use extras/remote\.py"):
+        ckpt.save("s3://bucket/out", some_state(), 1)
+    assert os.listdir(tmp_path) == []
+
+
 def test_in_the_background_another_thread_works_and_the_result_waits(folder):
-    future = ckpt.in_background(ckpt.save_and_prune, folder, some_state(1), 1, None, 1)
-    assert [future.result()] == ckpt.entries(folder)
-    assert ckpt.in_background(threading.get_ident).result() != threading.get_ident()
+    future = ckpt.run_in_background(ckpt.save_and_prune, folder, some_state(1), 1, None, 1)
+    assert [future.result()] == ckpt.list_checkpoints(folder)
+    assert ckpt.run_in_background(threading.get_ident).result() != threading.get_ident()
 
 
 def test_in_the_background_an_error_waits_for_the_result(tmp_path):
-    (tmp_path / "out").write_text("")
-    future = ckpt.in_background(ckpt.save, str(tmp_path / "out"), some_state(), 1)
+    (tmp_path / "out").touch()
+    future = ckpt.run_in_background(ckpt.save, str(tmp_path / "out"), some_state(), 1)
     with pytest.raises(OSError):
         future.result()
 
 
-# ----------------------------------------------------------------------------------------------------- check
+def test_a_new_folder_is_made_durable_from_the_top(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(ckpt, "fsync_folder", synced.append)
+    ckpt.make_folder(str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a" / "b").is_dir() and synced == [tmp_path, tmp_path / "a"]
+    ckpt.make_folder(str(tmp_path / "a" / "b"))
+    assert len(synced) == 2
 
 
-def test_the_models_own_state_passes_the_check():
-    model, optimizers = trained()
-    ckpt.check(ckpt.snapshot(model, optimizers), build(seed=1)[0])
+# ------------------------------------------------------------------------------------- text files
 
 
-float32 = "torch.float32"
+def test_text_is_written_appended_and_read(folder):
+    ckpt.make_folder(folder)
+    assert ckpt.read_text(folder, "a.txt") == ""
+    ckpt.append_text(folder, "a.txt", "ä\n")
+    ckpt.append_text(folder, "a.txt", "b\n")
+    assert ckpt.read_text(folder, "a.txt") == "ä\nb\n" and names(folder) == ["a.txt"]
+    ckpt.write_text(folder, "a.txt", "new\n")
+    ckpt.append_text(folder, "a.txt", "line\n")
+    assert ckpt.read_text(folder, "a.txt") == "new\nline\n" and names(folder) == ["a.txt"]
+    Path(folder, "a.txt").write_bytes(b"\xff")
+    assert ckpt.read_text(folder, "a.txt") == "\ufffd"
 
 
-@pytest.mark.parametrize(
-    "name, change, message",
-    [
-        ("3.weight", None, "3.weight is missing from the checkpoint"),
-        ("1.running_mean", None, "1.running_mean is missing from the checkpoint"),
-        ("4.bias", lambda _: torch.ones(1), "4.bias is only in the checkpoint"),
-        ("3.weight", torch.t, f"3.weight is (8, 4) {float32} in the checkpoint, (4, 8) {float32} in the model"),
-        ("0.bias", torch.Tensor.half, f"0.bias is (8,) torch.float16 in the checkpoint, (8,) {float32} in the model"),
-        ("0.bias", lambda w: w.tolist(), "0.bias is a list in the checkpoint, not a tensor"),
-    ],
-)
-def test_the_check_names_what_is_wrong(name, change, message):
-    model, optimizers = trained()
-    state = ckpt.snapshot(model, optimizers)
-    value = state["model"].pop(name, None)
-    if change:
-        state["model"][name] = change(value)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        ckpt.check(state, model)
+@pytest.mark.parametrize("room", [4, 7, 11])
+def test_text_is_whole_or_unchanged_on_a_full_disk(folder, room):
+    ckpt.make_folder(folder)
+    ckpt.write_text(folder, "a.txt", "old\n")
+    for write in (ckpt.append_text, ckpt.write_text):
+        with largest_file(room), pytest.raises(OSError):
+            write(folder, "a.txt", "a longer line\n")
+        assert ckpt.read_text(folder, "a.txt") == "old\n" and names(folder) == ["a.txt"]
 
 
-def test_a_checkpoint_of_nan_is_named_and_the_one_before_it_used(folder):
-    old = ckpt.save(folder, some_state(10), 10)
-    bad = ckpt.save(
-        folder,
-        {"model": {"a": torch.ones(2), "mask": torch.tensor([0, -math.inf]), "w": torch.tensor([1, math.nan])}},
-        20,
+def test_a_reader_never_sees_half_a_text(folder):
+    ckpt.make_folder(folder)
+    texts = {c * 300_000 for c in "ab"}
+    ckpt.write_text(folder, "a.txt", "a" * 300_000)
+    seen, end = set(), time.monotonic() + 1
+    writing = ckpt.run_in_background(
+        lambda: [ckpt.write_text(folder, "a.txt", t) for _ in range(20) for t in sorted(texts)]
     )
-    assert ckpt.newest(folder)[0].entry == old
-    assert ckpt.newest(folder)[1] == [f"{bad.name}: worthless: w has numbers that are not (NaN)"]
+    while not writing.done() or time.monotonic() < end:
+        seen.add(ckpt.read_text(folder, "a.txt"))
+    assert writing.result() and seen <= texts and seen
+
+
+# -------------------------------------------------------------------------------------------- lock
+
+
+def holder(folder):
+    """Start a process that locks a folder and waits."""
+    code = "import ckpt, sys; kept = ckpt.lock(sys.argv[1]); print('locked', flush=True); input()"
+    command = [sys.executable, "-c", code, folder]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"locked\n"
+    return process
+
+
+def test_lock_names_the_holder_and_is_free_when_the_holder_is_killed(folder):
+    ckpt.make_folder(folder)
+    process = holder(folder)
+    try:
+        expected = f"^in use by another run: {re.escape(socket.gethostname())}, pid {process.pid}, since 20\\d\\d-"
+        for _ in range(2):  # the text is still there after the first attempt
+            with pytest.raises(ValueError, match=expected):
+                ckpt.lock(folder, patience=0.1)
+    finally:
+        process.kill()
+    lock = ckpt.lock(folder)
+    assert f"pid {os.getpid()}," in ckpt.read_text(folder, ".lock")
+    assert ckpt.read_text(folder, ".lock").count("pid") == 1
+    lock.close()
+    process.wait()
+
+
+def test_lock_waits_for_a_process_that_is_just_ending(folder):
+    ckpt.make_folder(folder)
+    process = holder(folder)
+    timer = threading.Timer(0.5, process.kill)
+    timer.start()
+    assert ckpt.lock(folder, patience=30.0)
+    process.wait()
+
+
+def test_lock_deletes_temporary_files_and_nothing_else(folder):
+    entry = ckpt.save(folder, some_state(1), 1)
+    Path(folder, f"{ckpt.TEMPORARY}12345").write_bytes(b"half")
+    Path(folder, f"{ckpt.TEMPORARY}400").mkdir()
+    Path(folder, f"{ckpt.TEMPORARY}400", "__0_0.distcp").write_bytes(b"half")
+    Path(folder, "metrics.jsonl").touch()
+    assert ckpt.newest(folder)[0].entry == entry
+    with ckpt.lock(folder):
+        assert names(folder) == sorted([".lock", "metrics.jsonl", entry.name])
+
+
+def test_lock_that_another_process_holds_deletes_nothing(folder):
+    ckpt.make_folder(folder)
+    first = ckpt.lock(folder)
+    Path(folder, f"{ckpt.TEMPORARY}12345").write_bytes(b"half")
+    with pytest.raises(ValueError):
+        ckpt.lock(folder, patience=0.0)
+    assert f"{ckpt.TEMPORARY}12345" in names(folder)
+    first.close()
+
+
+def test_lock_does_not_follow_a_link(folder, tmp_path):
+    ckpt.make_folder(folder)
+    (tmp_path / "victim").write_text("mine")
+    Path(folder, ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError):
+        ckpt.lock(folder)
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_lock_is_none_where_the_file_system_has_no_locks(folder, monkeypatch):
+    ckpt.make_folder(folder)
+    Path(folder, f"{ckpt.TEMPORARY}12345").touch()
+
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(ckpt.fcntl, "flock", refuse)
+    assert ckpt.lock(folder) is None and f"{ckpt.TEMPORARY}12345" in names(folder)
+
+
+# ----------------------------------------------------------------------------------------- Windows
+
+
+def test_without_fcntl_the_module_works_and_lock_is_none(folder):
+    code = """if True:
+        import sys, torch
+        sys.modules["fcntl"] = None
+        import ckpt
+        entry = ckpt.save(sys.argv[1], {"model": {"w": torch.ones(3)}}, 1)
+        assert ckpt.lock(sys.argv[1]) is None and ckpt.newest(sys.argv[1])[0].entry == entry
+    """
+    subprocess.run([sys.executable, "-c", code, folder], cwd=ROOT, check=True)
+    assert len(names(folder)) == 1
+
+
+def test_where_a_folder_cannot_be_opened_it_is_not_made_durable(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    ckpt.fsync_folder(str(tmp_path))
+    assert len(synced) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "name", "nt")
+        ckpt.fsync_folder(str(tmp_path))
+    assert len(synced) == 1

@@ -1,6 +1,8 @@
-"""ddp_setup.py under each launcher, and against everything that can happen to a rank.
+"""Tests of ddp_setup.py: the launch environment, the process group under each launcher, failures, signals.
 
-The functions of the first part are what the ranks do; `python -m test_ddp_setup NAME ARGUMENTS` is one."""
+The functions of the first part are what the ranks do. `python -m test_ddp_setup NAME ARGUMENTS` runs one of them
+as one rank, and `python -m test_ddp_setup spawn NAME ARGUMENTS` runs it on two ranks that spawn() starts.
+"""
 
 import ipaddress
 import json
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,59 +26,89 @@ from torch import nn
 
 import ddp_setup
 
-HERE = {"cwd": ROOT / "tests", "env": {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}}
+START = {"cwd": ROOT / "tests", "env": {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}}
 RANK = [sys.executable, "-m", "test_ddp_setup"]
 SPAWN = [*RANK, "spawn"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *RANK[1:]]
-SRUN = {
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-    "SLURM_STEP_NODELIST": "localhost",
-    "SLURM_JOB_ID": "12",
-    "SLURM_STEP_ID": "3",
-}
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    *RANK[1:],
+]
+TIMED_OUT = "DataLoader timed out after 5 seconds"  # as torch writes it
 
-# ------------------------------------------------------------------------------------------ what ranks do
+# --- what the ranks do ---
 
 
 def main(name: str, *args: str) -> None:
-    """As run.py's: an error is printed, with the rank."""
+    """Run one of the functions below. Print its error in one line with the rank, as run.py does."""
     try:
         code = globals()[name](*args)
     except Exception as error:
-        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "none"
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        print(f"rank {os.environ.get('RANK')}: {error}", file=sys.stderr, flush=True)
         code = 1
     sys.exit(code)
 
 
 def spawn(name: str, *args: str) -> int:
-    return ddp_setup.spawn(main, 2, name, *args)
+    try:
+        return ddp_setup.spawn(main, 2, name, *args, timeout=3)
+    except ChildProcessError as error:
+        print(f"spawn: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
-def agree_and_fail(folder: str, culprits: str, error: str = "the cause") -> None:
-    """Write down what each rank hears from the others; then some of them fail, while the others wait for them."""
+def agree_and_fail(folder: str, failing: str, error: str = "the cause") -> None:
+    """Write down what this rank gets from the functions of ddp_setup. Then the ranks in `failing` raise an error."""
     calls = []
     with ddp_setup.process_group("cpu", timeout=60) as world:
-        told = ddp_setup.from_rank_zero(lambda: calls.append("told") or {"by": world.rank}, world)
+        made = ddp_setup.from_rank_zero(lambda: calls.append("made") or {"by": world.rank}, world)
         try:
             ddp_setup.from_rank_zero(lambda: calls.append("failed") or int("no number"), world)
         except ValueError as wrong:
-            heard = str(wrong)
-        flags = [ddp_setup.any_rank(flag, world) for flag in (world.rank == 1, world.rank == 0, True, False)]
-        mine = [*world[:4], str(world.device), told, heard, flags, calls]
-        Path(folder, f"{world.rank}.json").write_text(json.dumps(mine))
+            text = str(wrong)
+        flags = [
+            ddp_setup.any_rank(flag, world)
+            for flag in (world.rank == 1, world.rank == 0, True, False)
+        ]
+        torch.manual_seed(world.rank)
+        model = ddp_setup.replicate(nn.Linear(2, 1), world)
+        weight = model.module.weight.flatten().tolist()
+        seen = [*world[:4], str(world.device), made, text, flags, calls, weight]
+        Path(folder, f"{world.rank}.json").write_text(json.dumps(seen))
         dist.barrier()
-        if str(world.rank) in culprits:
+        if str(world.rank) in failing:
             raise RuntimeError(error)
         dist.barrier()
 
 
-def send_myself(number: str) -> None:
-    """Rank 1 has a signal sent to it; rank 0 waits for it."""
+def work_longer_than_the_timeout(folder: str) -> None:
+    """First only rank 0 works for longer than the timeout, then only rank 1. Both leave with sys.exit()."""
+    seen = {}
+    try:
+        with ddp_setup.process_group("cpu", timeout=5) as world:
+            model = ddp_setup.replicate(nn.Linear(2, 1), world)
+            model(torch.ones(1, 2)).sum().backward()
+            seen["made"] = ddp_setup.from_rank_zero(lambda: time.sleep(7) or world.rank, world)
+            begin = time.monotonic()
+            try:
+                seen["own"] = ddp_setup.wait_together(
+                    lambda: time.sleep(7) or "slept" if world.rank else {}["key"], world
+                )
+            except KeyError as error:
+                seen["own"] = repr(error)
+            seen["waited"] = time.monotonic() - begin
+            sys.exit()
+    finally:
+        seen["left the group"] = not dist.is_initialized()
+        Path(folder, f"{world.rank}.json").write_text(json.dumps(seen))
+
+
+def signal_to_rank_1(number: str) -> None:
+    """Rank 1 sends a signal to itself, and rank 0 waits for rank 1."""
     with ddp_setup.process_group("cpu", timeout=8) as world:
         dist.barrier()
         if world.rank == 1:
@@ -83,13 +116,29 @@ def send_myself(number: str) -> None:
         dist.barrier()
 
 
-def killed_beside_one_that_computes() -> None:
+def kill_rank_1_while_rank_0_computes() -> None:
     with ddp_setup.process_group("cpu") as world:
         dist.barrier()
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(30)
-        raise RuntimeError("still here")
+        raise RuntimeError("rank 0 is still running")
+
+
+def rank_1_never_ends() -> None:
+    with ddp_setup.process_group("cpu") as world:
+        dist.barrier()
+        if world.rank == 1:
+            time.sleep(60)
+
+
+def exit_inside_the_block(ranks: str, code: str) -> None:
+    """The ranks in `ranks` call sys.exit(code) inside the `with` block; the others wait for them."""
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        dist.barrier()
+        if str(world.rank) in ranks:
+            sys.exit(int(code))
+        dist.barrier()
 
 
 def compute_without_end(folder: str) -> None:
@@ -98,103 +147,146 @@ def compute_without_end(folder: str) -> None:
         time.sleep(60)
 
 
-def wait_to_be_stopped(folder: str) -> int:
-    with ddp_setup.stop_signals() as asked, ddp_setup.process_group("cpu") as world:
+def wait_for_stop(folder: str) -> None:
+    """Wait until a rank gets a stop signal. Then all ranks exit with 3, inside the `with` block."""
+    with ddp_setup.stop_signals() as stop_requested, ddp_setup.process_group("cpu") as world:
         dist.barrier()
         Path(folder, f"{world.rank} is up").touch()
-        while not ddp_setup.any_rank(asked(), world):
+        while not ddp_setup.any_rank(stop_requested(), world):
             time.sleep(0.02)
-        Path(folder, f"{world.rank} was {'asked' if asked() else 'told'}").touch()
-    return 3
+        how = "got the signal" if stop_requested() else "was told by the other rank"
+        Path(folder, f"{world.rank} {how}").touch()
+        sys.exit(3)
 
 
-def say_nothing_of_it() -> None:
-    raise ValueError("not caught by the function")
+def raise_without_catching() -> None:
+    raise ValueError("the function does not catch this")
 
 
-# --------------------------------------------------------------------------------------------------- place
+# --- launch environment ---
 
 
-ELASTIC = dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="29400")
-
-
-def test_place_is_what_torchrun_says():
-    assert ddp_setup.place(ELASTIC) == ddp_setup.Place(5, 1, 8, 4, "a", 29400, served=False)
-    assert ddp_setup.place({**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "True"}).served
-
-
-@pytest.mark.parametrize(
-    ("counts", "node", "local_size"),
-    [("2(x3),1", 0, 2), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("4", 0, 4), ("1,3(x2)", 1, 3), ("16(x10)", 9, 16)],
+ELASTIC = dict(
+    RANK="5",
+    LOCAL_RANK="1",
+    WORLD_SIZE="8",
+    LOCAL_WORLD_SIZE="4",
+    MASTER_ADDR="a",
+    MASTER_PORT="29400",
 )
-def test_place_reads_the_number_of_tasks_on_this_node_as_slurm_writes_it(counts, node, local_size):
-    env = {**SRUN, "SLURM_STEP_NUM_TASKS": "160", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)}
-    assert ddp_setup.place(env).local_size == local_size
+
+
+def test_launch_env_is_what_torchrun_sets():
+    env = ddp_setup.read_launch_env(ELASTIC)
+    assert env == ddp_setup.LaunchEnv(5, 1, 8, 4, "a", 29400, agent_store=False)
+    assert ddp_setup.read_launch_env(
+        {**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ).agent_store
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    "env",
     [
-        ("node[01-03,07]", "node01"),
-        ("node[3,5]", "node3"),
-        ("node07", "node07"),
-        ("a,b", "a"),
-        ("gpu-a[10-12],cpu[1-2]", "gpu-a10"),
-        ("login,node[1-2]", "login"),
-        ("n1.cluster.org,n2.cluster.org", "n1.cluster.org"),
+        {},
+        {
+            "SLURM_JOB_ID": "12",
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "2",
+        },  # a job's batch script, not a task of srun
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     ],
 )
-def test_the_ranks_of_srun_meet_at_the_first_node_of_the_step(nodes, first):
-    assert ddp_setup.place({**SRUN, "SLURM_STEP_NODELIST": nodes}).address == first
+def test_without_a_launcher_there_is_a_single_process(env):
+    assert ddp_setup.read_launch_env(env) == ddp_setup.LaunchEnv(0, 0, 1, 1)
 
 
-def test_two_steps_of_a_job_meet_at_different_ports_above_the_systems_and_below_the_passing_ones():
-    ports = {ddp_setup.place({**SRUN, "SLURM_STEP_ID": str(step)}).port for step in range(10)}
-    assert len(ports) == 10 and all(1024 < port < 32768 for port in ports)
-    assert ddp_setup.place({**SRUN, "MASTER_ADDR": "b", "MASTER_PORT": "1234"})[4:6] == ("b", 1234)
+def test_several_tasks_of_srun_without_rank_are_refused():
+    env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    with pytest.raises(
+        ValueError, match="^srun started 4 tasks, but RANK is not set: .*extras/slurm.py$"
+    ):
+        ddp_setup.read_launch_env(env)
+    assert (
+        ddp_setup.read_launch_env({**env, **ELASTIC}).rank == 5
+    )  # torchrun, or extras/slurm.py, came in between
 
 
-def test_a_batch_script_of_slurm_is_no_rank():
-    assert ddp_setup.place({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == ddp_setup.Place()
+@pytest.mark.parametrize("name", ELASTIC)
+def test_a_missing_launch_variable_is_an_error_that_shows_it_empty(name):
+    env = {key: value for key, value in ELASTIC.items() if key != name}
+    with pytest.raises(
+        ValueError, match=f"^launch variables are missing .*torchrun.*'{name}': ''"
+    ) as caught:
+        ddp_setup.read_launch_env(env)
+    assert str(caught.value).count("''") == 1 and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("env", "name"),
-    [(ELASTIC, name) for name in ELASTIC] + [(SRUN, name) for name in SRUN if name != "SLURM_STEP_NUM_TASKS"],
-)
-def test_half_a_launchers_variables_are_an_error_that_names_the_one_missing(env, name):
-    with pytest.raises(ValueError, match=rf"^{name} is not set"):
-        ddp_setup.place({key: value for key, value in env.items() if key != name})
-
-
-@pytest.mark.parametrize(
-    ("env", "named"),
+    "wrong",
     [
-        ({**ELASTIC, "RANK": "one"}, "RANK='one'"),
-        ({**ELASTIC, "WORLD_SIZE": "-2"}, "WORLD_SIZE='-2'"),
-        ({**ELASTIC, "LOCAL_RANK": "0.5"}, "LOCAL_RANK='0.5'"),
-        ({**ELASTIC, "RANK": "8"}, "rank=8.* size=8"),
-        ({**ELASTIC, "LOCAL_RANK": "4"}, "local_rank=4.* local_size=4"),
-        ({**ELASTIC, "LOCAL_WORLD_SIZE": "9"}, " size=8.* local_size=9"),
-        ({**ELASTIC, "WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "0"}, " size=0"),
-        ({**SRUN, "SLURM_PROCID": "2"}, "rank=2.* size=2"),
-        ({**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID='x'"),
-        ({**SRUN, "SLURM_NODEID": "1"}, "SLURM_NODEID=1 .*=2"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "?"}, r"SLURM_STEP_TASKS_PER_NODE=\?"),
-        ({**SRUN, "MASTER_PORT": "x"}, "MASTER_PORT='x'"),
+        {"RANK": "one"},
+        {"WORLD_SIZE": "-2"},
+        {"LOCAL_RANK": "0.5"},
+        {"RANK": "8"},
+        {"LOCAL_RANK": "4"},
+        {"LOCAL_WORLD_SIZE": "9"},
+        {"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "0"},
+        {"MASTER_PORT": "x"},
     ],
+    ids=str,
 )
-def test_numbers_that_are_none_or_do_not_fit_are_an_error_that_names_them(env, named):
-    with pytest.raises(ValueError, match=named):
-        ddp_setup.place(env)
+def test_launch_variables_that_do_not_fit_are_an_error_that_shows_them(wrong):
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        ddp_setup.read_launch_env({**ELASTIC, **wrong})
+    for name, value in wrong.items():
+        assert f"'{name}': '{value}'" in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------- one process
+# --- CPUs ---
+
+QUOTAS = {  # content of the cgroup's files, CPUs that it allows
+    "version 2": ({"cpu.max": "400000 100000\n"}, 4),
+    "version 2, a fraction": ({"cpu.max": "250000 100000\n"}, 2),
+    "version 2, less than one": ({"cpu.max": "50000 100000\n"}, 1),
+    "version 2, no quota": ({"cpu.max": "max 100000\n"}, 64),
+    "version 2, more than the machine has": ({"cpu.max": "9900000 100000\n"}, 64),
+    "version 1": ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+    "version 1, no quota": (
+        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        64,
+    ),
+    "no cgroup": ({}, 64),
+    "files that say something else": ({"cpu.max": "", "cpu/cpu.cfs_quota_us": "many"}, 64),
+}
+
+
+@pytest.mark.parametrize("case", QUOTAS)
+def test_available_cpus_respects_the_quota_of_a_container(case, monkeypatch, tmp_path):
+    files, expected = QUOTAS[case]
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(64)}, raising=False)
+    assert ddp_setup.available_cpus(str(tmp_path)) == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
+def test_available_cpus_respects_the_affinity(tmp_path):
+    before = os.sched_getaffinity(0)
+    assert ddp_setup.available_cpus(str(tmp_path)) == len(before)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert ddp_setup.available_cpus(str(tmp_path)) == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+# --- a single process ---
 
 
 @pytest.fixture
 def alone(monkeypatch):
-    """As plain python, whatever started the tests."""
+    """Without the variables of the launcher that may have started the tests."""
     for name in os.environ.keys() - ENVIRONMENT.keys():
         monkeypatch.delenv(name)
     threads = torch.get_num_threads()
@@ -202,30 +294,35 @@ def alone(monkeypatch):
     torch.set_num_threads(threads)
 
 
-FAULTS = """
+PAGE_FAULTS = """
 import resource, torch, ddp_setup
-taken = []
+faults = []
 with ddp_setup.process_group("cpu"):
     for _ in range(20):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(3 << 22)  # 48 MiB, which are 12288 pages
-        taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(sorted(taken)[10])
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(sorted(faults)[10])
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
-def test_what_is_freed_on_a_cpu_is_not_asked_of_the_system_again():
-    ran = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, **HERE)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_freed_memory_is_not_requested_from_the_system_again():
+    ran = subprocess.run(
+        [sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, **START
+    )
     assert ran.returncode == 0 and int(ran.stdout) < 100, ran
 
 
-def test_plain_python_has_no_group_and_needs_none(alone):
+def test_a_single_process_has_no_process_group_and_uses_the_same_functions(alone):
     with ddp_setup.process_group("cpu") as world:
         assert world == ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))
         assert not dist.is_initialized()
         assert ddp_setup.any_rank(True, world) and not ddp_setup.any_rank(False, world)
         assert ddp_setup.from_rank_zero(lambda: "made", world) == "made"
+        assert ddp_setup.wait_together(lambda: "made", world) == "made"
+        with pytest.raises(KeyError, match="key"):
+            ddp_setup.wait_together(lambda: {}["key"], world)
         model = nn.Linear(2, 1)
         assert ddp_setup.replicate(model, world) is model
 
@@ -234,21 +331,28 @@ def test_plain_python_has_no_group_and_needs_none(alone):
     "device",
     [
         "tpu",
-        pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA can be had here")),
-        pytest.param("mps", marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="MPS can be had here")),
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available")
+        ),
+        pytest.param(
+            "mps",
+            marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="MPS is available"),
+        ),
     ],
 )
-def test_a_device_that_cannot_be_had_is_an_error_that_says_what_can(alone, device):
-    with pytest.raises(ValueError, match=f"'{device}' cannot be had here; there is .*cpu"):
+def test_a_device_that_is_not_available_is_an_error_that_lists_those_that_are(alone, device):
+    with pytest.raises(ValueError, match=f"^device '{device}' is not available; available: .*cpu$"):
         with ddp_setup.process_group(device):
             pass
 
 
 def cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    )
 
 
-def test_replicate_converts_batch_norm_when_asked_and_keeps_all_names():
+def test_replicate_converts_batch_norm_only_on_request_and_keeps_all_names():
     world = ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))
     converted = ddp_setup.replicate(cnn(), world, sync_batchnorm=True)
     assert type(converted[1]) is type(converted[2][1]) is nn.SyncBatchNorm
@@ -256,59 +360,74 @@ def test_replicate_converts_batch_norm_when_asked_and_keeps_all_names():
     assert type(ddp_setup.replicate(cnn(), world)[1]) is nn.BatchNorm2d
 
 
-def same_statistics() -> None:
+def compare_batch_norm_statistics() -> None:
     with ddp_setup.process_group("cuda") as world:
-        model = ddp_setup.replicate(nn.BatchNorm1d(1).to(world.device), world, sync_batchnorm=True)
+        model = ddp_setup.replicate(nn.BatchNorm1d(1), world, sync_batchnorm=True)
         model(torch.full((4, 1), float(world.rank), device=world.device)).sum().backward()
-        # momentum 0.1; the batch of both ranks has mean 1 / 2
+        # The momentum is 0.1, and the batch of both ranks has the mean 1 / 2.
         torch.testing.assert_close(model.module.running_mean.item(), 0.05)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="SyncBatchNorm runs on GPUs alone, one for each rank")
-def test_synchronised_batch_norm_takes_the_statistics_of_all_ranks():
-    assert ddp_setup.spawn(same_statistics, 2) == 0
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="SyncBatchNorm needs one GPU per rank")
+def test_sync_batch_norm_uses_the_statistics_of_all_ranks():
+    assert ddp_setup.spawn(compare_batch_norm_statistics, 2) == 0
 
 
-# ------------------------------------------------------------------------------------------------- signals
+# --- stop signals ---
 
 
-@pytest.mark.parametrize("number", ddp_setup.STOP_SIGNALS)
-def test_a_stop_signal_is_heard_and_its_handler_is_put_back(number):
+@pytest.mark.parametrize("number", sorted(ddp_setup.STOP_SIGNALS))
+def test_a_stop_signal_is_noticed_and_its_handler_is_restored(number):
     before = signal.getsignal(number)
-    with ddp_setup.stop_signals() as asked:
-        assert not asked()
+    with ddp_setup.stop_signals() as stop_requested:
+        assert not stop_requested()
         os.kill(os.getpid(), number)
-        wait_for(asked, "the signal", 10)
+        wait_for(stop_requested, "the signal", 10)
     assert signal.getsignal(number) == before
+
+
+def test_another_signal_with_a_python_handler_is_not_a_stop_signal():
+    called = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: called.append(True))
+    try:
+        with ddp_setup.stop_signals() as stop_requested:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            wait_for(lambda: called, "the handler", 10)
+            time.sleep(0.1)  # The thread of stop_signals reads the number of the signal meanwhile.
+            assert not stop_requested()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 LONG_CALL = """
 import hashlib, os, signal, time
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # first, as torch starts threads, which take this over
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # before torch starts threads, which inherit this
 os.kill(os.getpid(), signal.SIGTERM)
 import ddp_setup
-with ddp_setup.stop_signals() as asked:
-    while not asked():
+with ddp_setup.stop_signals() as stop_requested:
+    while not stop_requested():
         time.sleep(0.01)
-    print("heard", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # the main thread is in C, where no Python handler is run
+    print("noticed", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # Python runs no signal handler during this call into C.
 """
 
 
-def test_a_blocked_signal_is_kept_and_a_second_sigint_ends_the_process_even_in_a_long_call():
-    with subprocess.Popen([sys.executable, "-c", LONG_CALL], stdout=subprocess.PIPE, **HERE) as process:
+def test_a_blocked_signal_is_not_lost_and_a_second_sigint_ends_the_process_even_in_a_long_call():
+    with subprocess.Popen(
+        [sys.executable, "-c", LONG_CALL], stdout=subprocess.PIPE, **START
+    ) as process:
         try:
-            assert process.stdout.readline() == b"heard\n"
+            assert process.stdout.readline() == b"noticed\n"
             process.send_signal(signal.SIGINT)
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(1)  # the first one leaves it time to save
+                process.wait(1)  # After the first SIGINT, the program has time to save.
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 130
         finally:
             process.kill()
 
 
-def test_a_spawn_that_cannot_start_leaves_signals_as_they_were():
+def test_a_spawn_that_cannot_start_leaves_the_signal_mask_as_it_was():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         with pytest.raises(Exception, match="pickle"):
@@ -318,118 +437,181 @@ def test_a_spawn_that_cannot_start_leaves_signals_as_they_were():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# --------------------------------------------------------------------------------------------- launchers
+# --- several ranks ---
+
+
+class Ended(NamedTuple):
+    folder: Path
+    codes: list[int]  # of the launcher, or of each rank if there is no launcher
+    errors: str  # what all ranks wrote to stderr
+
+    def lines(self) -> list[str]:
+        """What `main` and `spawn` printed, without the messages of torch's C++ code and of torchrun."""
+        return [line for line in self.errors.splitlines() if line.startswith(("rank ", "spawn: "))]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What becomes of ranks under each launcher, by name: (the folder they wrote to, exit code, stderr). They are
-    begun in the background."""
+    """runs(name) waits for the end of one of the runs below. All start in the background, two at a time."""
 
-    def start(folder: Path, *command: str) -> tuple[Path, int, str]:
-        # a rank left over keeps the pipe open, and this waits for it
-        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=90, **HERE)
-        return folder, ended.returncode, ended.stderr
+    def launch(launcher: list[str], name: str, *args: str, writes: bool = False) -> Ended:
+        folder = tmp_path_factory.mktemp(name)
+        command = [*launcher, name, *([str(folder)] if writes else []), *args]
+        # A rank that is left behind keeps stderr open, and then this call runs into its timeout.
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, **START)
+        return Ended(folder, [ended.returncode], ended.stderr)
 
-    def under_srun(folder: Path, *command: str) -> tuple[Path, int, str]:
+    def launch_without_launcher(name: str, *args: str) -> Ended:
+        """Start two ranks by hand. Rank 0 serves the store, as under srun."""
+        folder = tmp_path_factory.mktemp(name)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         ranks = []
         for rank in "01":
-            env = {**HERE["env"], **SRUN, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": f"{port}"}
-            ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=HERE["cwd"], env=env))
-        errors = [rank.communicate(timeout=90)[1] for rank in ranks]
-        return folder, max(rank.returncode for rank in ranks), "".join(errors)
+            env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+            env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+            command = [*RANK, name, str(folder), *args]
+            settings = {**START, "env": {**START["env"], **env}}
+            ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **settings))
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+        return Ended(folder, [rank.returncode for rank in ranks], "".join(errors))
 
-    def agree(how, launcher: list[str], culprits: str):
-        folder = tmp_path_factory.mktemp("agree")
-        return partial(how, folder, *launcher, "agree_and_fail", str(folder), culprits)
+    def spawned(name: str, *args: str, writes: bool = False):
+        return partial(launch, SPAWN, name, *args, writes=writes)
 
     with ahead(
-        stands_still=partial(start, None, *SPAWN, "send_myself", f"{signal.SIGSTOP:d}"),
-        spawn=agree(start, SPAWN, "01"),
-        torchrun=agree(start, TORCHRUN, "1"),
-        srun=agree(under_srun, RANK, "0"),
+        stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
+        longer=spawned("work_longer_than_the_timeout", writes=True),
+        spawn=spawned("agree_and_fail", "01", writes=True),
+        torchrun=partial(launch, TORCHRUN, "agree_and_fail", "1", TIMED_OUT, writes=True),
+        no_launcher=partial(launch_without_launcher, "agree_and_fail", "0"),
+        killed=spawned("kill_rank_1_while_rank_0_computes"),
+        never_ends=spawned("rank_1_never_ends"),
+        exit_7=spawned("exit_inside_the_block", "1", "7"),
+        exit_0=spawned("exit_inside_the_block", "1", "0"),
     ) as begun:
         yield lambda name: begun[name].result()
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "srun"])
-def test_ranks_agree_whoever_started_them(runs, launcher):
-    folder, *_ = runs(launcher)
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "no_launcher"])
+def test_ranks_agree_under_each_launcher(runs, launcher):
+    folder = runs(launcher).folder
+    weights = []
     for rank in (0, 1):
-        *numbers, device, told, heard, flags, calls = json.loads((folder / f"{rank}.json").read_text())
+        seen = json.loads((folder / f"{rank}.json").read_text())
+        *numbers, device, made, text, flags, calls, weight = seen
         assert numbers == [rank, rank, 2, 2] and device == "cpu"
-        assert told == {"by": 0} and heard == "invalid literal for int() with base 10: 'no number'"
+        assert made == {"by": 0} and text == "invalid literal for int() with base 10: 'no number'"
         assert flags == [True, True, True, False]
-        assert calls == ([] if rank else ["told", "failed"])
+        assert calls == ([] if rank else ["made", "failed"])
+        weights.append(weight)
+    torch.manual_seed(0)
+    assert weights[0] == weights[1] == nn.Linear(2, 1).weight.flatten().tolist()  # those of rank 0
 
 
-def printed(errors: str) -> list[str]:
-    """What `main` printed, without what torch's C++ and torchrun have to say."""
-    return [line for line in errors.splitlines() if line.startswith("rank ")]
+def test_when_both_ranks_fail_one_error_is_printed(runs):
+    ended = runs("spawn")
+    [line] = ended.lines()
+    assert ended.codes == [1] and line in ["rank 0: the cause", "rank 1: the cause"]
 
 
-@pytest.mark.parametrize(("launcher", "culprits"), [("spawn", "01"), ("torchrun", "1")])
-def test_when_some_ranks_fail_all_end_and_one_error_is_printed_once(runs, launcher, culprits):
-    _, code, errors = runs(launcher)
-    [line] = printed(errors)
-    assert code != 0 and line in [f"rank {culprit}: the cause" for culprit in culprits]
+def test_when_rank_1_fails_only_its_error_is_printed_even_if_the_error_mentions_a_timeout(runs):
+    ended = runs("torchrun")
+    assert ended.codes == [1] and ended.lines() == [f"rank 1: {TIMED_OUT}"]
 
 
-def test_under_srun_the_store_ends_with_rank_0_and_the_others_can_only_name_it(runs):
-    _, code, errors = runs("srun")
-    cause, *consequence = sorted(printed(errors))
-    assert code != 0 and cause == "rank 0: the cause"
-    assert all(line.startswith("rank 1: no answer from rank 0 (") for line in consequence)
+def test_when_rank_0_fails_and_its_store_is_gone_rank_1_can_only_name_rank_0(runs):
+    ended = runs("no_launcher")
+    assert ended.codes == [1, 1]
+    cause, *consequence = sorted(ended.lines())
+    assert cause == "rank 0: the cause"
+    # If the process of rank 0 takes long to end, rank 1 still reaches the store and prints nothing.
+    assert consequence in ([], ["rank 1: no answer from rank 0 (connection closed)"])
 
 
-def test_a_rank_that_stands_still_is_named_once_the_timeout_is_over(runs):
-    _, code, errors = runs("stands_still")
-    [line] = printed(errors)
-    assert code == 1 and line.startswith("rank 0: no answer from rank 1 (")
+def test_a_rank_that_does_not_answer_is_named_after_the_timeout(runs):
+    ended = runs("stopped")
+    [line] = ended.lines()
+    assert ended.codes == [1]
+    assert line in [
+        f"rank 0: no answer from rank 1 ({how})"
+        for how in ("timed out after 8 s", "connection closed")
+    ]
 
 
-# ------------------------------------------------------------------------------------------------ failures
+def test_work_in_wait_together_and_from_rank_zero_may_take_longer_than_the_timeout(runs):
+    ended = runs("longer")
+    assert ended.lines() == [] and ended.codes == [0]
+    rank_0, rank_1 = (json.loads((ended.folder / f"{rank}.json").read_text()) for rank in "01")
+    assert rank_0["made"] == rank_1["made"] == 0  # Rank 0 made it, and both ranks have it.
+    assert rank_0["own"] == "KeyError('key')" and rank_1["own"] == "slept"
+    assert (
+        rank_0["waited"] > 6.5
+    )  # Its call fails at once, but the error comes when rank 1 has ended too.
 
 
-def test_an_error_of_a_rank_that_speaks_of_a_timeout_is_that_ranks_own(tmp_path, capfd):
-    assert spawn("agree_and_fail", str(tmp_path), "1", "DataLoader timed out after 5 seconds") == 1  # torch's words
-    assert printed(capfd.readouterr().err) == ["rank 1: DataLoader timed out after 5 seconds"]
+def test_sys_exit_without_a_code_leaves_the_group_normally(runs):
+    ended = runs("longer")
+    assert ended.lines() == [] and ended.codes == [0]
+    assert all(
+        json.loads((ended.folder / f"{rank}.json").read_text())["left the group"] for rank in "01"
+    )
 
 
-def test_a_killed_rank_is_named_with_its_signal_and_takes_the_others_with_it(capfd):
-    with pytest.raises(ChildProcessError, match="^rank 1 was killed by SIGKILL$"):
-        spawn("killed_beside_one_that_computes")
-    assert printed(capfd.readouterr().err) == []
+def test_a_killed_rank_is_named_with_its_signal_and_the_other_rank_ends(runs):
+    ended = runs("killed")
+    assert ended.codes == [1] and ended.lines() == ["spawn: rank 1 was killed by SIGKILL"]
 
 
-def test_an_exception_that_the_function_does_not_catch_is_told(capfd):
-    assert ddp_setup.spawn(say_nothing_of_it, 1) == 1
-    assert "not caught by the function" in capfd.readouterr().err
+def test_a_rank_that_hangs_after_another_has_ended_is_killed_and_named(runs):
+    ended = runs("never_ends")
+    assert ended.codes == [1] and ended.lines() == [
+        "spawn: rank 1 did not end, 3 s after another had"
+    ]
 
 
-# ------------------------------------------------------------------------------------- around a whole run
+def test_sys_exit_of_one_rank_with_a_code_is_named_by_spawn(runs):
+    ended = runs("exit_7")
+    assert ended.codes == [1] and ended.lines() == ["spawn: rank 1 ended with exit code 7"]
+
+
+def test_after_sys_exit_of_one_rank_without_a_code_the_rank_that_waits_names_it(runs):
+    ended = runs("exit_0")
+    assert ended.codes == [1] and ended.lines() == [
+        "rank 0: no answer from rank 1 (connection closed)"
+    ]
+
+
+def test_an_exception_that_the_function_does_not_catch_is_printed(capfd):
+    assert ddp_setup.spawn(raise_without_catching, 1) == 1
+    assert "ValueError: the function does not catch this" in capfd.readouterr().err
+
+
+# --- around a whole run ---
 
 
 @contextmanager
-def up(name: str, folder: Path) -> Iterator[subprocess.Popen]:
-    """The parent of two ranks that do what `name` says, once they are in their group."""
-    with subprocess.Popen([*SPAWN, name, str(folder)], **HERE) as parent:
+def two_ranks(name: str, folder: Path) -> Iterator[subprocess.Popen]:
+    """Yield the parent process of two ranks that run `name`, when both are in their process group."""
+    with subprocess.Popen([*SPAWN, name, str(folder)], stderr=subprocess.PIPE, **START) as parent:
         try:
-            wait_for(lambda: {"0 is up", "1 is up"} <= {path.name for path in folder.iterdir()}, "the ranks", 60)
+            wait_for(
+                lambda: {"0 is up", "1 is up"} <= {path.name for path in folder.iterdir()},
+                "the ranks",
+                60,
+            )
             yield parent
         finally:
             parent.kill()
 
 
 def family(pid: int) -> set[int]:
-    """A process and all that descend from it and have not ended."""
+    """Return the ids of a process and of all its descendants that still run."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):  # gone
+        except (FileNotFoundError, ProcessLookupError):  # It has ended meanwhile.
             continue
         if state not in "ZX":
             parents[int(stat.parent.name)] = int(parent)
@@ -440,41 +622,50 @@ def family(pid: int) -> set[int]:
 
 
 def listening(pids: set[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The addresses at which these processes wait for connections."""
-    theirs = {os.readlink(handle) for pid in pids for handle in Path(f"/proc/{pid}/fd").iterdir()}
+    """Return the addresses at which these processes wait for TCP connections."""
+    sockets = {os.readlink(handle) for pid in pids for handle in Path(f"/proc/{pid}/fd").iterdir()}
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in theirs:
-                words = bytes.fromhex(local.split(":")[0])  # in groups of four bytes, each the wrong way round
-                address = ipaddress.ip_address(b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4)))
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                words = bytes.fromhex(
+                    local.split(":")[0]
+                )  # in groups of four bytes, each in reverse order
+                address = ipaddress.ip_address(
+                    b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                )
                 found.append(getattr(address, "ipv4_mapped", None) or address)
     return found
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, and the death of a parent told")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs /proc and PR_SET_PDEATHSIG of Linux"
+)
 
 
 @linux
-def test_ranks_listen_on_loopback_alone_and_a_stop_signal_to_the_parent_reaches_all(tmp_path):
-    with up("wait_to_be_stopped", tmp_path) as parent:
+def test_ranks_listen_only_on_loopback_and_stop_without_an_error_when_the_parent_gets_a_signal(
+    tmp_path,
+):
+    with two_ranks("wait_for_stop", tmp_path) as parent:
         addresses = listening(family(parent.pid))
-        assert len(addresses) >= 3  # the store's, and one of each rank
+        assert len(addresses) >= 3  # that of the store, and one per rank
         assert all(address.is_loopback for address in addresses)
         parent.terminate()
-        assert parent.wait(30) == 3
-    assert {path.name for path in tmp_path.iterdir()} >= {"0 was asked", "1 was asked"}
+        errors = parent.communicate(timeout=30)[1].decode()
+        assert parent.returncode == 3 and Ended(tmp_path, [3], errors).lines() == []
+    assert {path.name for path in tmp_path.iterdir()} >= {"0 got the signal", "1 got the signal"}
 
 
 @linux
-def test_a_killed_parent_leaves_no_child(tmp_path):
-    with up("compute_without_end", tmp_path) as parent:
+def test_when_the_parent_is_killed_no_rank_is_left(tmp_path):
+    with two_ranks("compute_without_end", tmp_path) as parent:
         everyone = family(parent.pid)
         assert len(everyone) >= 3
         parent.kill()
         parent.wait()
-        wait_for(lambda: not any(family(pid) for pid in everyone), "the children to end", 5)
+        wait_for(lambda: not any(family(pid) for pid in everyone), "the ranks to end", 5)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""gpt against references written out here, and against what must hold of any model."""
+"""Tests of gpt.py: compare with references that are written out here, and check invariants of any
+model.
+"""
 
 import math
 import shutil
@@ -16,14 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
 
-torch.set_num_threads(1)  # the tensors are tiny, and threads that wait for a shared core are slow
+torch.set_num_threads(1)  # The tensors are tiny. Several threads would wait for each other.
 
 ARCHS = ["gpt2", "modern"]
 SMALL = gpt.Config(vocab=13, block_size=12, layers=3, heads=2, embd=16)
 
 
 def random_model(arch, **changes):
-    """No weight zero or one, as after training: what a fresh model starts with could hide what it computes."""
+    """Build a model in which no weight is 0 or 1. Initial weights of 0 could hide what a layer
+    computes.
+    """
     model = gpt.build(SMALL._replace(arch=arch, **changes), seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -33,7 +37,9 @@ def random_model(arch, **changes):
 
 
 def assert_close(actual, expected, tolerance):
-    """To `tolerance` of the largest number in `expected`: what float32 loses by adding in another order."""
+    """Allow errors up to `tolerance` times the largest expected number: float32 sums depend on
+    their order.
+    """
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
@@ -41,35 +47,53 @@ def random_tokens(*shape, vocab=SMALL.vocab, seed=0):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ----------------------------------------------------------------------------------------------- references
+# -----------------------------------------------------------------------------------------------
+# references
 
 
 def gpt2_reference(weights, tokens, config):
-    """GPT-2 of torch's own encoder layers: a decoder is an encoder that is not shown the future."""
+    """Compute GPT-2's logits with torch's encoder layers and a causal mask."""
     T, C = tokens.shape[1], config.embd
     layer = nn.TransformerEncoderLayer(
-        C, config.heads, 4 * C, 0.0, partial(F.gelu, approximate="tanh"), batch_first=True, norm_first=True
+        C,
+        config.heads,
+        4 * C,
+        0.0,
+        partial(F.gelu, approximate="tanh"),
+        batch_first=True,
+        norm_first=True,
     )
     names = {
-        "self_attn.in_proj_": "qkv.", "self_attn.out_proj.": "out.", "linear1.": "up.", "linear2.": "down.",
-        "norm1.": "norm1.", "norm2.": "norm2.",
-    }  # fmt: skip
+        "self_attn.in_proj_": "qkv.",
+        "self_attn.out_proj.": "out.",
+        "linear1.": "up.",
+        "linear2.": "down.",
+        "norm1.": "norm1.",
+        "norm2.": "norm2.",
+    }
     x = weights["embedding.weight"][tokens] + weights["positions.weight"][:T]
     for i in range(config.layers):
         pairs = [(a, b, end) for a, b in names.items() for end in ("weight", "bias")]
         its_weights = {a + end: weights[f"blocks.{i}.{b}{end}"] for a, b, end in pairs}
-        x = torch.func.functional_call(layer, its_weights, (x, nn.Transformer.generate_square_subsequent_mask(T)))
-    return F.layer_norm(x, (C,), weights["norm.weight"], weights["norm.bias"]) @ weights["embedding.weight"].T
+        x = torch.func.functional_call(
+            layer, its_weights, (x, nn.Transformer.generate_square_subsequent_mask(T))
+        )
+    return (
+        F.layer_norm(x, (C,), weights["norm.weight"], weights["norm.bias"])
+        @ weights["embedding.weight"].T
+    )
 
 
 def modern_reference(weights, tokens, config):
-    """One head and one query at a time; a rotation is a product of complex numbers."""
+    """Compute the modern model's logits with one head and one query at a time, and complex
+    rotations.
+    """
     T, C, D = tokens.shape[1], config.embd, config.embd // config.heads
 
     def norm(x):
         return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
 
-    def turned(x):  # (B, T, D)
+    def rotated(x):  # (B, T, D)
         angles = torch.arange(T)[:, None] * 10000.0 ** (-2 * torch.arange(D // 2) / D)
         z = torch.complex(*norm(x).chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat((z.real, z.imag), -1)
@@ -80,8 +104,11 @@ def modern_reference(weights, tokens, config):
         heads = []
         for h in range(config.heads):
             q, k, v = (norm(x) @ w["qkv"][j * C + h * D : j * C + (h + 1) * D].T for j in range(3))
-            q, k = turned(q), turned(k)
-            rows = [(q[:, t : t + 1] @ k[:, : t + 1].mT / D**0.5).softmax(-1) @ v[:, : t + 1] for t in range(T)]
+            q, k = rotated(q), rotated(k)
+            rows = [
+                (q[:, t : t + 1] @ k[:, : t + 1].mT / D**0.5).softmax(-1) @ v[:, : t + 1]
+                for t in range(T)
+            ]
             heads.append(torch.cat(rows, 1))
         x = x + torch.cat(heads, -1) @ w["out"].T
         x = x + (norm(x) @ w["up"].T).clamp(min=0) ** 2 @ w["down"].T
@@ -93,7 +120,7 @@ REFERENCES = {"gpt2": gpt2_reference, "modern": modern_reference}
 
 @pytest.mark.parametrize("T", [1, 7, 12])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_logits_are_those_of_the_reference(arch, T):
+def test_logits_equal_the_reference(arch, T):
     model, tokens = random_model(arch), random_tokens(4, T)
     expected = REFERENCES[arch](model.state_dict(), tokens, model.config)
     assert expected.std() > 0.1
@@ -101,18 +128,21 @@ def test_the_logits_are_those_of_the_reference(arch, T):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_logits_of_a_long_window_are_those_of_the_reference(arch):
+def test_logits_of_a_long_window_equal_the_reference(arch):
     model, tokens = random_model(arch, block_size=600, layers=1), random_tokens(1, 600)
     expected = REFERENCES[arch](model.state_dict(), tokens, model.config)
-    # rotary angles grow with the position, and float32's error of them with it: 600 * 2^-24 radians
+    # The float32 error of rotary angles grows with the position, up to 600 * 2**-24 radians.
     assert_close(model(tokens), expected, 1e-4)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_gradients_are_those_of_the_reference(arch):
+def test_gradients_equal_the_reference(arch):
     model, tokens, targets = random_model(arch), random_tokens(2, 9), random_tokens(2, 9, seed=1)
     gpt.loss(model, (tokens, targets))[0].backward()
-    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    weights = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
     logits = REFERENCES[arch](weights, tokens, model.config)
     F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     for name, parameter in model.named_parameters():
@@ -120,47 +150,54 @@ def test_the_gradients_are_those_of_the_reference(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_what_comes_later_changes_nothing_before_it(arch):
+def test_a_token_does_not_change_the_logits_before_it(arch):
     model, tokens = random_model(arch), random_tokens(2, 12)
     before = model(tokens)
     for t in range(12):
         changed = tokens.clone()
         changed[:, t] = (changed[:, t] + 1) % SMALL.vocab
         after = model(changed)
-        assert torch.equal(after[:, :t], before[:, :t])  # a weight of exactly 0 in the same sums
+        assert torch.equal(after[:, :t], before[:, :t])  # the attention weight is exactly 0
         assert not torch.isclose(after[:, t:], before[:, t:]).all(-1).any()
 
 
-def test_the_modern_model_sees_distances_and_not_positions():
+def test_the_modern_model_depends_on_distances_and_not_on_positions():
     model, tokens = random_model("modern"), random_tokens(2, 12)
     for start in (1, 5, 100):
-        assert_close(model(tokens, start=start), model(tokens), 1e-4)  # float32's angles of up to 112 radians
+        assert_close(
+            model(tokens, start=start), model(tokens), 1e-4
+        )  # angles up to 112 radians in float32
 
 
 @pytest.mark.parametrize("T, S", [(1, 1), (9, 9), (1, 9), (4, 9), (600, 600), (1, 600), (4, 600)])
-def test_the_last_queries_attend_to_what_is_not_after_them(T, S):
+def test_each_query_attends_to_all_positions_up_to_its_own(T, S):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, length, 8, generator=generator) for length in (T, S, S))
     out = gpt.attention(q, k, v, 0.0)
     for t in range(T):
         seen = S - T + t + 1
-        weights = (torch.einsum("bhd,bhsd->bhs", q[:, :, t], k[:, :, :seen]) / math.sqrt(8)).softmax(-1)
+        weights = (
+            torch.einsum("bhd,bhsd->bhs", q[:, :, t], k[:, :, :seen]) / math.sqrt(8)
+        ).softmax(-1)
         assert_close(out[:, :, t], torch.einsum("bhs,bhsd->bhd", weights, v[:, :, :seen]), 1e-5)
 
 
 @pytest.mark.parametrize("S, copies", [(12, 1000), (600, 20)])
-def test_attention_drops_weights_at_random_and_keeps_their_mean(S, copies):
+def test_dropout_in_attention_is_random_and_keeps_the_mean(S, copies):
     torch.manual_seed(0)
     q, k = torch.randn(2, copies, 1, S, 4)
-    sums = gpt.attention(q, k, torch.ones_like(q), 0.5)[..., 0]  # of what is left of each query's weights
-    assert sums[:, 0, 0].unique().tolist() == [0, 2]  # the first query has one weight, of 1
+    sums = gpt.attention(q, k, torch.ones_like(q), 0.5)[
+        ..., 0
+    ]  # sums of each query's remaining weights
+    assert sums[:, 0, 0].unique().tolist() == [0, 2]  # the first query has a single weight of 1
     assert abs(sums.mean() - 1) < 6 * sums.std() / sums.numel() ** 0.5
 
 
-# ------------------------------------------------------------------------------------------------ the weights
+# ------------------------------------------------------------------------------------------------
+# the weights
 
 
-def test_gpt2_of_124_million_parameters_has_as_many_as_the_published_one():
+def test_gpt2_small_has_the_published_number_of_parameters():
     with torch.device("meta"):
         model = gpt.build(gpt.Config(50257, 1024, 12, 12, 768, arch="gpt2"), seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
@@ -168,7 +205,7 @@ def test_gpt2_of_124_million_parameters_has_as_many_as_the_published_one():
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_seed_alone_decides_the_weights_and_the_global_generator_is_left_alone(arch):
+def test_initial_weights_depend_only_on_the_seed_and_the_global_generator_does_not_change(arch):
     config = SMALL._replace(arch=arch)
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -181,18 +218,22 @@ def test_the_seed_alone_decides_the_weights_and_the_global_generator_is_left_alo
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
 
 
-def test_gpt2_starts_with_the_weights_of_its_paper():
-    model = gpt.build(SMALL._replace(arch="gpt2", embd=128, layers=8, vocab=100, block_size=64), seed=0)
+def test_gpt2_has_the_initial_weights_of_its_paper():
+    model = gpt.build(
+        SMALL._replace(arch="gpt2", embd=128, layers=8, vocab=100, block_size=64), seed=0
+    )
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            assert (parameter == (1 if "norm" in name and name.endswith("weight") else 0)).all(), name
+            assert (parameter == (1 if "norm" in name and name.endswith("weight") else 0)).all(), (
+                name
+            )
         else:
             std = 0.02 / math.sqrt(2 * 8) if name.endswith(("out.weight", "down.weight")) else 0.02
-            error = std / math.sqrt(2 * parameter.numel())  # of a standard deviation that is estimated
+            error = std / math.sqrt(2 * parameter.numel())  # standard error of the estimated std
             assert abs(parameter.std() - std) < 5 * error, name
 
 
-def test_modern_starts_with_blocks_that_do_nothing_and_has_no_vectors():
+def test_the_initial_blocks_of_the_modern_model_output_zero_and_all_its_parameters_are_matrices():
     model, tokens = gpt.build(SMALL, seed=0), random_tokens(2, 12)
     assert all(parameter.ndim == 2 for parameter in model.parameters())
     expected = model.head(model.norm(model.embedding(tokens)))
@@ -200,15 +241,21 @@ def test_modern_starts_with_blocks_that_do_nothing_and_has_no_vectors():
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_groups_are_a_partition_of_the_parameters(arch):
+def test_each_parameter_is_in_exactly_one_group(arch):
     model = gpt.build(SMALL._replace(arch=arch), seed=0)
-    kinds = gpt.groups(model)
+    kinds = gpt.parameter_groups(model)
     assert list(kinds) == ["matrices", "embeddings", "vectors"]
     ids = [id(parameter) for kind in kinds.values() for parameter in kind]
-    assert len(set(ids)) == len(ids) and set(ids) == {id(parameter) for parameter in model.parameters()}
-    outside = {"gpt2": [model.embedding, model.positions], "modern": [model.embedding, model.head]}[arch]
+    assert len(set(ids)) == len(ids) and set(ids) == {
+        id(parameter) for parameter in model.parameters()
+    }
+    outside = {"gpt2": [model.embedding, model.positions], "modern": [model.embedding, model.head]}[
+        arch
+    ]
     assert {id(p) for p in kinds["embeddings"]} == {id(module.weight) for module in outside}
-    assert len(kinds["matrices"]) == 4 * SMALL.layers and all(p.ndim == 2 for p in kinds["matrices"])
+    assert len(kinds["matrices"]) == 4 * SMALL.layers and all(
+        p.ndim == 2 for p in kinds["matrices"]
+    )
     assert len(kinds["vectors"]) == (8 * SMALL.layers + 2 if arch == "gpt2" else 0)
 
 
@@ -227,13 +274,14 @@ def test_the_groups_are_a_partition_of_the_parameters(arch):
         ({"arch": "gpt3"}, "arch 'gpt3' is not one of gpt2, modern"),
     ],
 )
-def test_a_config_that_cannot_be_is_an_error_with_its_numbers(changes, message):
+def test_an_impossible_config_is_an_error_that_names_the_values(changes, message):
     with pytest.raises(ValueError) as caught:
         gpt.build(SMALL._replace(**changes), seed=0)
     assert str(caught.value) == message
 
 
-# ------------------------------------------------------------------------------------------- loss and figures
+# ------------------------------------------------------------------------------------------- loss
+# and figures
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -247,28 +295,28 @@ def test_the_loss_is_the_sum_of_the_cross_entropies(arch):
 
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_in_bfloat16_the_loss_is_still_summed_in_float32(arch, autocast):
+def test_in_bfloat16_the_loss_is_summed_in_float32(arch, autocast):
     model, batch = random_model(arch), (random_tokens(3, 10), random_tokens(3, 10, seed=1))
     exact, _ = gpt.loss(model, batch)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         total, _ = gpt.loss(model if autocast else model.bfloat16(), batch)
     assert total.dtype == torch.float32
-    torch.testing.assert_close(total, exact, rtol=2**-5, atol=0)  # bfloat16 has 8 bits, and there are 3 layers
+    torch.testing.assert_close(total, exact, rtol=2**-5, atol=0)  # bfloat16 has 8 significant bits
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("config", [SMALL, gpt.Config(65, 32, 2, 4, 24)])
-def test_the_flops_are_those_that_torch_counts_in_forward_and_backward(arch, config):
+def test_flops_equal_what_torch_counts_in_forward_and_backward(arch, config):
     config = config._replace(arch=arch)
     model, tokens = gpt.build(config, seed=0), random_tokens(5, config.block_size)
-    # in bfloat16, as torch does not know what a CPU's fused attention does
+    # In bfloat16, because torch cannot count the operations of the fused attention on a CPU.
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
         gpt.loss(model, (tokens, tokens))[0].backward()
     assert gpt.flops_per_token(config) * tokens.numel() == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 100])
-def test_the_loss_in_parts_is_the_loss_and_has_its_gradients(parts):
+def test_cross_entropy_in_parts_gives_the_same_loss_and_gradients(parts):
     torch.manual_seed(0)
     x, weight = torch.randn(100, 8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64)
     targets = torch.randint(31, (100,))
@@ -276,17 +324,25 @@ def test_the_loss_in_parts_is_the_loss_and_has_its_gradients(parts):
     theirs = F.cross_entropy((x @ weight.T).float(), targets, reduction="sum")
     ours = gpt.cross_entropy(x, weight, targets, logits=31 * 100 // parts)
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs))
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs)
+    )
 
 
-def test_no_more_logits_are_there_at_a_time_than_are_allowed():
-    x, weight, targets = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4), torch.zeros(64, dtype=torch.int64)
+def test_cross_entropy_never_holds_more_logits_than_allowed():
+    x, weight, targets = (
+        torch.randn(64, 4, requires_grad=True),
+        torch.randn(50, 4),
+        torch.zeros(64, dtype=torch.int64),
+    )
     largest = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            largest.extend(t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            largest.extend(
+                t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)
+            )
             return out
 
     with Watch():
@@ -295,15 +351,19 @@ def test_no_more_logits_are_there_at_a_time_than_are_allowed():
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_checkpointed_activations_give_the_same_gradients_from_less_memory(arch):
+def test_checkpointed_activations_give_bitwise_equal_gradients_with_less_memory(arch):
     def run(checkpointed):
-        model = gpt.build(SMALL._replace(arch=arch, dropout=0.3), 0, checkpoint_activations=checkpointed)
+        model = gpt.build(
+            SMALL._replace(arch=arch, dropout=0.3), 0, checkpoint_activations=checkpointed
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1)
-        torch.manual_seed(3)  # of the dropout
+        torch.manual_seed(3)  # seeds dropout
         kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.numel()) or t, lambda t: t
+        ):
             total, _ = gpt.loss(model, (random_tokens(4, 12), random_tokens(4, 12, seed=1)))
         total.backward()
         return [total, *(parameter.grad for parameter in model.parameters())], sum(kept)
@@ -313,37 +373,39 @@ def test_checkpointed_activations_give_the_same_gradients_from_less_memory(arch)
     assert little < much / 3
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import
-def test_compiling_changes_no_name():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch raises it on import
+def test_compiling_does_not_change_parameter_names():
     model = gpt.build(SMALL, seed=0)
     names = [name for name, _ in model.named_parameters()]
     gpt.compile_(model)
     assert [name for name, _ in model.named_parameters()] == names == list(model.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, on import
-@pytest.mark.skipif(not shutil.which("g++"), reason="compiling for a CPU takes g++")
-def test_compiled_a_batch_gives_the_same_gradient_whatever_came_before_it():
-    """Else a run that is resumed behind an epoch's last, short batch is not the one that was never stopped."""
+@pytest.mark.filterwarnings("ignore")  # torch raises it on import
+@pytest.mark.skipif(not shutil.which("g++"), reason="compiling for a CPU needs g++")
+def test_the_gradient_of_a_compiled_model_does_not_depend_on_earlier_batches():
+    """Otherwise a run that resumes after a short batch could differ from a run that was not
+    interrupted.
+    """
     model = gpt.build(SMALL._replace(layers=1, dropout=0.1), seed=0)
     gpt.compile_(model)
     x, y = random_tokens(8, 12), random_tokens(8, 12, seed=1)
 
     def gradient(rows):
         model.train().zero_grad()
-        torch.manual_seed(3)  # of the dropout
+        torch.manual_seed(3)  # seeds dropout
         gpt.loss(model, (x[:rows], y[:rows]))[0].backward()
         return [parameter.grad for parameter in model.parameters()]
 
     before = gradient(8)
     with torch.no_grad():
-        model.eval()(x[:3]), model(x[:1, :5])  # as an evaluation's last batch, and its last window
+        model.eval()(x[:3]), model(x[:1, :5])  # shapes of the end of an evaluation
     gradient(3)
     assert all(torch.equal(a, b) for a, b in zip(before, gradient(8), strict=True))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_dropout_is_random_in_training_and_absent_otherwise(arch):
+def test_dropout_is_random_in_training_and_off_in_evaluation(arch):
     model, tokens = random_model(arch, dropout=0.5), random_tokens(2, 12)
     plain = random_model(arch)
     assert torch.equal(model(tokens), plain(tokens))
@@ -351,16 +413,19 @@ def test_dropout_is_random_in_training_and_absent_otherwise(arch):
     assert not torch.equal(model(tokens), model(tokens))
 
 
-# ------------------------------------------------------------------------------------------------- sampling
+# -------------------------------------------------------------------------------------------------
+# sampling
 
 
 def sample_without_a_cache(model, prompt, temperature, generator):
-    """The rule of `sample`: what has grown past block_size is cut to its last half, at least one token."""
+    """Follow the rule of `sample`: cut a context of more than block_size tokens to its last half,
+    at least one.
+    """
     size = model.config.block_size
     context = prompt[-size:].tolist()
     while True:
         logits = model(torch.tensor([context]))[0, -1]
-        context.append(gpt.choose(logits, temperature, 0, 1.0, generator))
+        context.append(gpt.sample_token(logits, temperature, 0, 1.0, generator))
         yield context[-1]
         if len(context) > size:
             context = context[-max(1, size // 2) :]
@@ -368,18 +433,32 @@ def sample_without_a_cache(model, prompt, temperature, generator):
 
 @pytest.mark.parametrize("temperature", [0, 2])
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("block_size, prompt", [(12, 1), (12, 5), (12, 12), (12, 30), (7, 3), (2, 1), (1, 1), (1, 3)])
-def test_with_a_cache_the_tokens_are_those_without_one(block_size, prompt, arch, temperature):
+@pytest.mark.parametrize(
+    "block_size, prompt", [(12, 1), (12, 5), (12, 12), (12, 30), (7, 3), (2, 1), (1, 1), (1, 3)]
+)
+def test_sampling_with_and_without_a_cache_gives_the_same_tokens(
+    block_size, prompt, arch, temperature
+):
     model, prompt = random_model(arch, block_size=block_size), random_tokens(prompt)
     with_cache, without = (
-        list(islice(f(model, prompt, temperature=temperature, generator=torch.Generator().manual_seed(0)), 50))
+        list(
+            islice(
+                f(
+                    model,
+                    prompt,
+                    temperature=temperature,
+                    generator=torch.Generator().manual_seed(0),
+                ),
+                50,
+            )
+        )
         for f in (gpt.sample, sample_without_a_cache)
     )
     assert with_cache == without
     assert temperature == 0 or len(set(without)) > 4
 
 
-def test_sampling_computes_one_position_for_each_token_until_the_context_is_full():
+def test_sampling_computes_one_position_per_token_until_the_context_is_full():
     model, widths = random_model("modern"), []
     model.embedding.register_forward_hook(lambda module, args, out: widths.append(args[0].shape[1]))
     list(islice(gpt.sample(model, random_tokens(5)), 16))
@@ -387,7 +466,7 @@ def test_sampling_computes_one_position_for_each_token_until_the_context_is_full
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_sampling_has_no_dropout_and_leaves_gradients_on(arch):
+def test_sampling_has_no_dropout_and_does_not_disable_gradients(arch):
     model, prompt = random_model(arch, dropout=0.5).train(), random_tokens(3)
     expected = list(islice(gpt.sample(random_model(arch), prompt, temperature=0), 20))
     tokens = gpt.sample(model, prompt, temperature=0)
@@ -395,16 +474,18 @@ def test_sampling_has_no_dropout_and_leaves_gradients_on(arch):
     assert torch.is_grad_enabled()
 
 
-def test_sampling_leaves_the_model_in_training():
+def test_sampling_restores_training_mode():
     model = random_model("modern").train()
     list(islice(gpt.sample(model, random_tokens(3)), 5))
     assert model.training
 
 
-def test_the_generator_alone_decides_what_is_drawn():
+def test_sampled_tokens_depend_only_on_the_generator():
     def draw(seed):
         generator = torch.Generator().manual_seed(seed)
-        return list(islice(gpt.sample(model, random_tokens(3), temperature=2.0, generator=generator), 30))
+        return list(
+            islice(gpt.sample(model, random_tokens(3), temperature=2.0, generator=generator), 30)
+        )
 
     model = random_model("gpt2")
     before = torch.get_rng_state()
@@ -412,11 +493,16 @@ def test_the_generator_alone_decides_what_is_drawn():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_an_empty_prompt_is_an_error():
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        next(gpt.sample(random_model("modern"), random_tokens(0)))
+
+
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.0, 1.9])
 
 
 def distribution(temperature, top_k, top_p):
-    """The definition, an id at a time, in plain floats."""
+    """Compute the probabilities of the tokens from the definition, one token after another."""
     weights = {i: math.exp(logit / temperature) for i, logit in enumerate(LOGITS.tolist())}
     ranked = sorted(weights, key=weights.get, reverse=True)[: top_k or len(weights)]
     whole, kept = sum(weights[i] for i in ranked), []
@@ -427,27 +513,45 @@ def distribution(temperature, top_k, top_p):
 
 @pytest.mark.parametrize(
     "temperature, top_k, top_p",
-    [(1, 0, 1), (0.5, 0, 1), (2, 0, 1), (1, 1, 1), (1, 2, 1), (1, 6, 1), (1, 99, 1), (1, 0, 0.01), (1, 0, 0.5),
-     (1, 0, 0.7), (1, 0, 0.95), (1.5, 3, 0.6), (0.7, 4, 0.9), (1, 3, 0.75)],
-)  # fmt: skip
-def test_tokens_are_drawn_as_temperature_top_k_and_top_p_say(temperature, top_k, top_p):
+    [
+        (1, 0, 1),
+        (0.5, 0, 1),
+        (2, 0, 1),
+        (1, 1, 1),
+        (1, 2, 1),
+        (1, 6, 1),
+        (1, 99, 1),
+        (1, 0, 0.01),
+        (1, 0, 0.5),
+        (1, 0, 0.7),
+        (1, 0, 0.95),
+        (1.5, 3, 0.6),
+        (0.7, 4, 0.9),
+        (1, 3, 0.75),
+    ],
+)
+def test_token_frequencies_follow_temperature_top_k_and_top_p(temperature, top_k, top_p):
     expected, n = distribution(temperature, top_k, top_p), 2000
     generator = torch.Generator().manual_seed(0)
-    counts = Counter(gpt.choose(LOGITS, temperature, top_k, top_p, generator) for _ in range(n))
+    counts = Counter(
+        gpt.sample_token(LOGITS, temperature, top_k, top_p, generator) for _ in range(n)
+    )
     assert counts.keys() == expected.keys()
     statistic = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in expected.items())
     df = len(expected) - 1
-    assert statistic <= df + 6 * math.sqrt(2 * df)  # the mean and six standard deviations of chi-square
+    assert statistic <= df + 6 * math.sqrt(
+        2 * df
+    )  # mean plus six standard deviations of chi-square
 
 
-def test_temperature_0_takes_the_likeliest_and_draws_nothing():
+def test_temperature_0_takes_the_most_likely_token_and_draws_nothing():
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
-    assert gpt.choose(LOGITS, 0, 3, 0.5, generator) == 1
+    assert gpt.sample_token(LOGITS, 0, 3, 0.5, generator) == 1
     assert torch.equal(generator.get_state(), before)
 
 
-def test_sample_hands_its_settings_on():
+def test_sample_passes_its_settings_to_sample_token():
     model, prompt = random_model("modern"), random_tokens(4)
     greedy = list(islice(gpt.sample(model, prompt, temperature=0), 20))
     assert list(islice(gpt.sample(model, prompt, top_k=1), 20)) == greedy
@@ -456,7 +560,7 @@ def test_sample_hands_its_settings_on():
     assert list(islice(gpt.sample(model, prompt, temperature=3.0), 20)) != greedy
 
 
-def test_gradients_of_many_parts_are_not_added_up_in_bfloat16():
+def test_gradients_of_many_parts_are_not_accumulated_in_bfloat16():
     torch.manual_seed(0)
     x, targets = torch.randn(2048, 32), torch.randint(256, (2048,))
 

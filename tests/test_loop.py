@@ -1,5 +1,7 @@
-"""loop.py against plain torch in one process. `every_job` runs once for each number of ranks; the tests look
-at what its ranks brought back."""
+"""Tests of loop.py: compare with plain torch in one process.
+
+`every_job` runs once for each number of ranks. The tests check what its ranks returned.
+"""
 
 import math
 import os
@@ -22,8 +24,11 @@ SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 ONE = ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))
 X = torch.randn(64, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = X.sin().sum(1, keepdim=True)
-# the rows of each step: no number of ranks divides them all, and some steps have fewer than there are ranks
-BATCHES = [list(range(first, first + n)) for first, n in zip(range(0, 60, 7), [7, 2, 5, 1, 7, 3, 6, 4])]
+# Rows of each step. No number of ranks divides all of them, and some steps have fewer rows than
+# ranks.
+BATCHES = [
+    list(range(first, first + n)) for first, n in zip(range(0, 60, 7), [7, 2, 5, 1, 7, 3, 6, 4])
+]
 
 
 def mlp(dropout: float = 0.0) -> nn.Module:
@@ -32,7 +37,7 @@ def mlp(dropout: float = 0.0) -> nn.Module:
 
 
 def normed() -> nn.Module:
-    """With buffers, for which a forward pass of DistributedDataParallel waits for the other ranks."""
+    """Build a model with buffers, which DistributedDataParallel broadcasts in its forward pass."""
     return nn.Sequential(nn.BatchNorm1d(5), mlp()).float()
 
 
@@ -46,7 +51,9 @@ def squares(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple
 
 
 def first(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A loss whose gradient is known: the mean of the rows, if the model is a Linear with one output."""
+    """Compute a loss with a known gradient: the mean of the rows, for a Linear layer with one
+    output.
+    """
     return model(x).sum(), len(x)
 
 
@@ -61,48 +68,66 @@ def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in getattr(model, "module", model).state_dict().items()}
+    return {
+        name: value.clone() for name, value in getattr(model, "module", model).state_dict().items()
+    }
 
 
-def deal(batches, world, accum):
-    """Each step's rows dealt out like cards. A rank that gets none computes row 63, which counts as nothing."""
+def divide_rows(batches, world, accum):
+    """Give row i of a step to rank i % size. A rank without rows gets row 63 and the count 0."""
     for rows in batches:
         mine = rows[world.rank :: world.size]
         parts = [part for part in (mine[i::accum] for i in range(accum)) if part]
-        yield ([(X[part], Y[part]) for part in parts], len(rows)) if mine else ([(X[63:], Y[63:])], 0)
+        yield (
+            ([(X[part], Y[part]) for part in parts], len(rows)) if mine else ([(X[63:], Y[63:])], 0)
+        )
 
 
-# -------------------------------------------------------------------------------- jobs that every rank does
+# --- jobs that every rank runs ---
 
 
 def whole_batches(world, accum):
     model = ddp_setup.replicate(mlp(), world)
     optimizer, gradients = adamw(model), []
-    optimizer.register_step_pre_hook(lambda *_: gradients.append([p.grad.clone() for p in model.parameters()]))
-    reports = [r for _, r in loop.train_(model, [optimizer], deal(BATCHES, world, accum), squares, clip=2.0)]
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append([p.grad.clone() for p in model.parameters()])
+    )
+    reports = [
+        r
+        for _, r in loop.train_(
+            model, [optimizer], divide_rows(BATCHES, world, accum), squares, clip=2.0
+        )
+    ]
     return {
         "weights": weights(model),
         "gradients": gradients,
         "losses": [float(r.loss) for r in reports],
         "norms": [float(r.grad_norm) for r in reports],
-        "counts": [int(r.counted) for r in reports],
+        "counts": [int(r.count) for r in reports],
     }
 
 
 def train_gpt(world, accum):
-    tokens = [np.random.default_rng(0).integers(0, 17, 200).astype(np.uint8)]  # 24 windows: an epoch is 5 steps
-    model = ddp_setup.replicate(gpt.build(gpt.Config(17, 8, layers=2, heads=2, embd=16), seed=0), world)
-    steps = chardata.steps(tokens, 8, 5, accum=accum, rank=world.rank, world_size=world.size)
+    tokens = (np.random.default_rng(0).integers(0, 17, 200).astype(np.uint8),)
+    plan = chardata.BatchPlan(
+        tokens, block_size=8, batch_size=5
+    )  # 24 windows, so 5 steps per epoch
+    model = ddp_setup.replicate(
+        gpt.build(gpt.Config(17, 8, layers=2, heads=2, embd=16), seed=0), world
+    )
+    steps = chardata.steps(plan, accum=accum, rank=world.rank, world_size=world.size)
     training = loop.train_(model, [adamw(model)], islice(steps, 50), gpt.loss, clip=1.0)
     return {"losses": [float(r.loss) for _, r in training], "weights": weights(model)}
 
 
-def synchronisations(world, accum):
-    """How often the ranks' gradients met in 3 steps of `accum` micro-batches. (All of them are one bucket.)"""
-    met = []
+def synchronisations(world, accum, sync_each=False):
+    """Count the gradient all-reduces in 3 steps of `accum` micro-batches. All gradients are in one
+    bucket.
+    """
+    calls = []
 
     def hook(state, bucket):
-        met.append(bucket)
+        calls.append(bucket)
         return allreduce_hook(state, bucket)
 
     model = ddp_setup.replicate(mlp(), world)
@@ -110,21 +135,25 @@ def synchronisations(world, accum):
         model.register_comm_hook(None, hook)
     part = (X[:2], Y[:2])
     steps = [([part] * accum, 2 * accum * world.size)] * 3
-    for _ in loop.train_(model, [sgd(model)], steps, squares):
+    for _ in loop.train_(model, [sgd(model)], steps, squares, sync_each=sync_each):
         pass
-    return len(met)
+    return len(calls)
 
 
 def clipping(world):
-    """Rank r has the one row (r, 0), or (0, r): the ranks' own gradients have other norms than their mean."""
+    """Rank r has one row, (r + 1, 0) or (0, r + 1), so the norm of a rank differs from that of the
+    mean.
+    """
     model = ddp_setup.replicate(bare([0.0, 0.0]), world)
-    row = torch.tensor([[1.0 + world.rank, 0.0] if world.rank % 2 else [0.0, 1.0 + world.rank]]).double()
+    row = torch.tensor(
+        [[1.0 + world.rank, 0.0] if world.rank % 2 else [0.0, 1.0 + world.rank]]
+    ).double()
     [(_, report)] = loop.train_(model, [sgd(model)], [([row], world.size)], first, clip=0.1)
     return float(report.grad_norm), weights(model)["weight"][0]
 
 
 def one_nan(world):
-    """The last rank's row of the second step is not a number."""
+    """In the second step the row of the last rank is NaN."""
     model = ddp_setup.replicate(mlp(), world)
     optimizer, trail = adamw(model), []
     nan = X[:1] * (math.nan if world.rank == world.size - 1 else 1.0)
@@ -136,16 +165,23 @@ def one_nan(world):
 
 
 def stopping(world):
-    """The last rank asks to stop at the third step."""
+    """The last rank asks to stop in the third step."""
     calls = []
     model = ddp_setup.replicate(mlp(), world)
-    asked = lambda: calls.append(0) or (world.rank == world.size - 1 and len(calls) == 3)  # noqa: E731
-    steps = deal(BATCHES[:5], world, 1)
-    return [report.stop for _, report in loop.train_(model, [sgd(model, 0.01)], steps, squares, stop=asked)]
+
+    def asked():
+        calls.append(0)
+        return world.rank == world.size - 1 and len(calls) == 3
+
+    steps = divide_rows(BATCHES[:5], world, 1)
+    return [
+        report.stop
+        for _, report in loop.train_(model, [sgd(model, 0.01)], steps, squares, stop=asked)
+    ]
 
 
 def evaluation(world):
-    """Six batches: rank 0 has none of them, unless it is alone. -> (sum, count)"""
+    """Evaluate six batches, of which rank 0 has none, unless it is the only rank."""
     model = ddp_setup.replicate(normed(), world)
     batches = [(X[: 3 * i].float(), Y[: 3 * i].float()) for i in range(1, 7)]
     others = max(1, world.size - 1)
@@ -153,32 +189,42 @@ def evaluation(world):
     return loop.evaluate(model, (shares if world.size == 1 else [[], *shares])[world.rank], squares)
 
 
-def given_up(world):
-    """The last rank asks to stop at its second batch of 4; -> the result, how many batches were computed, the mode."""
+def stopped_evaluation(world):
+    """The last rank asks to stop at its second of 4 batches. Return (result, batches computed,
+    mode).
+    """
     model, asked, computed = ddp_setup.replicate(normed(), world), [], []
 
-    def counted(model, batch):
+    def loss_fn(model, batch):
         computed.append(batch)
         return squares(model, batch)
 
-    stop = lambda: asked.append(0) or (world.rank == world.size - 1 and len(asked) == 2)  # noqa: E731
-    result = loop.evaluate(model, [(X[:2].float(), Y[:2].float())] * 4, counted, stop=stop)
+    def stop():
+        asked.append(0)
+        return world.rank == world.size - 1 and len(asked) == 2
+
+    result = loop.evaluate(model, [(X[:2].float(), Y[:2].float())] * 4, loss_fn, stop=stop)
     return result, len(computed), model.training
 
 
 def grouping(world):
-    """Rank r has r + 1 batches, of 1, 2, ... rows, and two of them are a step."""
+    """Rank r has r + 1 batches of 1, 2, ... rows. Two of them are one step."""
     batches = [torch.full((i + 1,), float(world.rank)) for i in range(world.rank + 1)]
-    return [([len(batch) for batch in window], total) for window, total in loop.group(batches, 2, len)]
+    return [
+        ([len(batch) for batch in window], total)
+        for window, total in loop.group_batches(batches, 2, len)
+    ]
 
 
 def randomness(world):
-    """Weights after 6 steps with dropout: unbroken; broken off after 3 and gone on with; with another seed."""
+    """Return the weights after 6 steps with dropout: uninterrupted, resumed after 3, and with
+    another seed.
+    """
 
     def run(model, optimizer, start, stop, seed):
-        steps = deal(BATCHES[start:stop], world, 2)
+        steps = divide_rows(BATCHES[start:stop], world, 2)
         for _ in loop.train_(model, [optimizer], steps, squares, start=start, seed=seed):
-            torch.rand(1)  # what others draw in between does not matter
+            torch.rand(1)  # numbers that the caller draws must not matter
         return weights(model)
 
     def fresh():
@@ -190,11 +236,15 @@ def randomness(world):
     again, its_optimizer = fresh()
     again.load_state_dict(model.state_dict())
     its_optimizer.load_state_dict(optimizer.state_dict())
-    return run(*fresh(), 0, 6, seed=7), run(again, its_optimizer, 3, 6, seed=7), run(*fresh(), 0, 6, seed=8)
+    return (
+        run(*fresh(), 0, 6, seed=7),
+        run(again, its_optimizer, 3, 6, seed=7),
+        run(*fresh(), 0, 6, seed=8),
+    )
 
 
-def drawn(world):
-    """What each of three steps draws first."""
+def first_random_numbers(world):
+    """Return the first random number of each of three steps."""
     model, seen = ddp_setup.replicate(mlp(), world), []
 
     def loss_fn(model, batch):
@@ -206,17 +256,43 @@ def drawn(world):
     return seen
 
 
+def unwrapped_model(world):
+    """Train a model without DistributedDataParallel. Return (error, number of steps with
+    sync_each=True).
+    """
+    model, steps = mlp(), [([(X[:1], Y[:1])], world.size)] * 2
+    try:
+        error = ""
+        list(loop.train_(model, [sgd(model)], steps, squares))
+    except ValueError as caught:
+        error = str(caught)
+    return error, len(list(loop.train_(model, [sgd(model)], steps, squares, sync_each=True)))
+
+
 def every_job(world):
     results = {"gpt": train_gpt(world, accum=1 + world.size % 3)}
     for accum in (1, 2, 3):
         results["whole_batches", accum] = whole_batches(world, accum)
         results["synchronisations", accum] = synchronisations(world, accum)
-    jobs = (clipping, one_nan, stopping, randomness, drawn, grouping, evaluation, given_up)
+        results["sync_each", accum] = synchronisations(world, accum, sync_each=True)
+    jobs = (
+        clipping,
+        one_nan,
+        stopping,
+        randomness,
+        first_random_numbers,
+        grouping,
+        evaluation,
+        stopped_evaluation,
+        unwrapped_model,
+    )
     return results | {job.__name__: job(world) for job in jobs}
 
 
 def jobs_of_four_three_and_two_ranks(folder: str) -> None:
-    """In turn, in the same processes, as it takes each two seconds to start."""
+    """Run the jobs in groups of 4, 3 and 2 ranks in the same processes, because processes start
+    slowly.
+    """
     rank = int(os.environ["RANK"])
     for size in (4, 3, 2):
         if rank < size:
@@ -227,20 +303,25 @@ def jobs_of_four_three_and_two_ranks(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """size -> [what each of so many ranks brought back]"""
-    torch.set_num_threads(1)  # threads that wait for one another are slow where others use the cores too
+    """Return a function: number of ranks -> list of what each rank returned."""
+    torch.set_num_threads(
+        1
+    )  # Several threads would wait for each other while other ranks use the cores.
     folder = tmp_path_factory.mktemp("ranks")
     assert ddp_setup.spawn(jobs_of_four_three_and_two_ranks, 4, str(folder)) == 0
-    results = {size: [torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)] for size in (2, 3, 4)}
+    results = {
+        size: [torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)]
+        for size in (2, 3, 4)
+    }
     return {1: [every_job(ONE)], **results}.__getitem__
 
 
-# ----------------------------------------------------------------------------------------------- arithmetic
+# --- arithmetic ---
 
 
 @pytest.fixture(scope="module")
 def plain():
-    """What plain torch makes of BATCHES: the mean loss of each whole batch, clipped, AdamW."""
+    """Train on BATCHES with plain torch: mean loss of each whole batch, clipping, AdamW."""
     model, found = mlp(), {"gradients": [], "losses": [], "norms": [], "counts": []}
     optimizer = adamw(model)
     for rows in BATCHES:
@@ -257,18 +338,20 @@ def plain():
 
 @SIZES
 @pytest.mark.parametrize("accum", [1, 2, 3])
-def test_gradients_and_weights_are_those_of_plain_torch_on_the_whole_batch(ranks, plain, size, accum):
-    assert max(plain["norms"]) > 2.0 > min(plain["norms"])  # some steps are clipped and some are not
+def test_gradients_and_weights_equal_plain_torch_on_the_whole_batch(ranks, plain, size, accum):
+    assert (
+        max(plain["norms"]) > 2.0 > min(plain["norms"])
+    )  # some steps are clipped and some are not
     for result in ranks(size):
-        # the same float64 arithmetic, its sums in another order
+        # Both use float64. Only the order of the sums differs.
         torch.testing.assert_close(result["whole_batches", accum], plain, rtol=1e-9, atol=1e-12)
 
 
 @SIZES
-def test_a_gpt_in_float32_learns_the_same_over_epochs_on_any_number_of_ranks(ranks, size):
+def test_a_gpt_in_float32_trains_equally_on_any_number_of_ranks(ranks, size):
     reference = train_gpt(ONE, accum=1)
     for result in ranks(size):
-        # promise 1: what float32 sums in another order may come to in 50 steps
+        # Promise 1: another order of float32 sums changes losses by at most 1e-4 in 50 steps.
         np.testing.assert_allclose(result["gpt"]["losses"], reference["losses"], rtol=1e-4)
         for name, value in reference["weights"].items():
             assert (result["gpt"]["weights"][name] - value).norm() <= 1e-4 * value.norm(), name
@@ -276,57 +359,98 @@ def test_a_gpt_in_float32_learns_the_same_over_epochs_on_any_number_of_ranks(ran
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("accum", [1, 2, 3])
-def test_gradients_are_synchronised_once_a_step_for_any_accum(ranks, size, accum):
+def test_gradients_are_synchronised_once_per_step_for_any_accum(ranks, size, accum):
     assert [result["synchronisations", accum] for result in ranks(size)] == [3] * size
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("accum", [1, 2, 3])
+def test_with_sync_each_gradients_are_synchronised_in_each_micro_batch(ranks, size, accum):
+    assert [result["sync_each", accum] for result in ranks(size)] == [3 * accum] * size
+
+
 @SIZES
-def test_the_norm_of_the_global_mean_gradient_is_what_is_clipped(ranks, size):
+def test_several_ranks_with_an_unwrapped_model_are_an_error(ranks, size):
+    for error, synchronised_by_caller in (result["unwrapped_model"] for result in ranks(size)):
+        assert synchronised_by_caller == 2
+        if size == 1:
+            assert error == ""
+        else:
+            assert f"{size} ranks would train different models: wrap the model" in error
+
+
+@pytest.mark.parametrize(("declared", "counted"), [(20, 2), (2, 20), (3, 2)])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_declared_count_that_differs_from_the_counted_one_is_an_error(
+    monkeypatch, declared, counted, delay
+):
+    monkeypatch.setattr(loop, "_read_delay", lambda device: delay)
+    model, seen = mlp(), []
+    steps = [([(X[:7], Y[:7])], 7), ([(X[:counted], Y[:counted])], declared)]
+    message = f"step 12: the declared count is {declared}, but loss_fn counted {counted}$"
+    with pytest.raises(ValueError, match=message):
+        for step, _ in loop.train_(model, [sgd(model)], steps, squares, start=10):
+            seen.append(step)
+    assert seen == [11, 12][: 1 + delay]
+
+
+def test_a_step_without_micro_batches_is_an_error():
+    model = mlp()
+    with pytest.raises(ValueError, match="a step has no micro-batch on this rank"):
+        list(loop.train_(model, [sgd(model)], [([], 4)], squares))
+
+
+@SIZES
+def test_clipping_uses_the_norm_of_the_global_mean_gradient(ranks, size):
     across, up = sum(range(2, size + 1, 2)) / size, sum(range(1, size + 1, 2)) / size
     for norm, weight in (result["clipping"] for result in ranks(size)):
         assert norm == pytest.approx(math.hypot(across, up), rel=1e-12)
-        # the weights were 0 and the rate is 1; torch divides by the norm + 1e-6
-        expected = torch.tensor([across, up], dtype=torch.float64) * -0.1 / (math.hypot(across, up) + 1e-6)
+        # The weights were 0 and the learning rate is 1. Torch divides by norm + 1e-6.
+        expected = (
+            torch.tensor([across, up], dtype=torch.float64) * -0.1 / (math.hypot(across, up) + 1e-6)
+        )
         torch.testing.assert_close(weight, expected, rtol=1e-12, atol=0)
 
 
-def test_without_clip_the_gradient_is_left_alone():
+def test_without_clip_the_gradient_is_not_changed():
     model = bare([0.0, 0.0])
     list(loop.train_(model, [sgd(model)], [([torch.tensor([[3e6, 4e6]]).double()], 1)], first))
     assert model.weight.tolist() == [[-3e6, -4e6]]
 
 
-def test_two_optimizers_share_one_norm():
+def test_clipping_uses_one_norm_for_all_optimizers():
     model = nn.ModuleList([bare([0.0]), bare([0.0])])
     optimizers = [sgd(model[0]), sgd(model[1], lr=2.0)]
     loss_fn = lambda model, x: (3 * model[0](x).sum() + 4 * model[1](x).sum(), len(x))  # noqa: E731
-    [(_, report)] = loop.train_(model, optimizers, [([torch.ones(1, 1).double()], 1)], loss_fn, clip=1.0)
+    [(_, report)] = loop.train_(
+        model, optimizers, [([torch.ones(1, 1).double()], 1)], loss_fn, clip=1.0
+    )
     assert float(report.grad_norm) == 5.0
-    # 3 / 5 and 2 * 4 / 5, but for the 1e-6 that torch adds to the norm
+    # 3 / 5 and 2 * 4 / 5, except for the 1e-6 that torch adds to the norm.
     assert [layer.weight.item() for layer in model] == pytest.approx([-0.6, -1.6], rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------- learning rates
+# --- learning rates ---
 
 
 @pytest.mark.parametrize(
     ("factor", "expected"),
     [
-        (partial(loop.warmup, steps=4), {0: 0.25, 1: 0.5, 3: 1, 4: 1, 99: 1}),
-        (partial(loop.warmup, steps=0), {0: 1, 5: 1}),
         (partial(loop.linear, total=100), {0: 1, 25: 0.75, 99: 0.01, 100: 0, 150: 0}),
         (partial(loop.linear, total=100, floor=0.2), {0: 1, 50: 0.6, 100: 0.2, 150: 0.2}),
-        (partial(loop.linear, total=110, warmup_steps=10), {0: 0.1, 4: 0.5, 9: 1, 10: 1, 60: 0.5, 110: 0}),
-        (partial(loop.cosine, total=90), {0: 1, 30: 0.75, 45: 0.5, 60: 0.25, 90: 0, 150: 0}),
-        (partial(loop.cosine, total=110, warmup_steps=10, floor=0.1), {0: 0.1, 9: 1, 10: 1, 60: 0.55, 110: 0.1}),
-        (partial(loop.cosine, total=10, warmup_steps=10), {0: 0.1, 9: 1, 10: 1, 11: 0}),
+        (
+            partial(loop.linear, total=110, warmup_steps=10),
+            {0: 0.1, 4: 0.5, 9: 1, 10: 1, 60: 0.5, 110: 0},
+        ),
+        (partial(loop.linear, total=10, warmup_steps=10), {0: 0.1, 9: 1, 10: 1, 11: 0}),
+        (partial(loop.linear, total=10**9, warmup_steps=4), {0: 0.25, 1: 0.5, 3: 1, 4: 1}),
     ],
 )
-def test_schedules_pass_through_the_points_of_their_formulas(factor, expected):
-    assert {step: factor(step) for step in expected} == pytest.approx(expected, abs=1e-15)  # cos(pi / 2) is 6e-17
+def test_schedules_have_the_values_of_their_formulas(factor, expected):
+    assert {step: factor(step) for step in expected} == pytest.approx(expected, rel=1e-15)
 
 
-def test_a_schedule_scales_each_groups_own_rate_also_when_training_goes_on():
+def test_lr_at_scales_the_initial_rate_of_each_group_also_after_a_resume():
     model = mlp()
     groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.5}]
     optimizer = torch.optim.SGD(groups, lr=2.0)
@@ -334,16 +458,28 @@ def test_a_schedule_scales_each_groups_own_rate_also_when_training_goes_on():
     step = ([(X[:1], Y[:1])], 1)
     rates = []
     for start in (0, 2):
-        for _, report in loop.train_(model, [optimizer], [step] * 2, squares, start=start, lr_at=lr_at):
+        for _, report in loop.train_(
+            model, [optimizer], [step] * 2, squares, start=start, lr_at=lr_at
+        ):
             rates.append((report.lr, *(group["lr"] for group in optimizer.param_groups)))
     assert rates == [(2.0, 2.0, 0.5), (1.0, 1.0, 0.25), (0.2, 0.2, 0.05), (0.0, 0.0, 0.0)]
 
 
-# ------------------------------------------------------------------------------------------ mixed precision
+def test_without_lr_at_a_torch_scheduler_sets_the_learning_rate():
+    model, rates = mlp(), []
+    optimizer = sgd(model, 1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for _, report in loop.train_(model, [optimizer], [([(X[:1], Y[:1])], 1)] * 5, squares):
+        rates.append((report.lr, optimizer.param_groups[0]["lr"]))
+        scheduler.step()
+    assert rates == [(1.0, 1.0), (1.0, 1.0), (0.5, 0.5), (0.5, 0.5), (0.25, 0.25)]
+
+
+# --- mixed precision ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_model_computes_in_the_dtype_asked_for_and_keeps_its_weights_in_float32(dtype):
+def test_the_model_computes_in_the_given_dtype_and_keeps_float32_weights(dtype):
     seen, model = [], mlp().float()
 
     def loss_fn(model, batch):
@@ -357,24 +493,30 @@ def test_the_model_computes_in_the_dtype_asked_for_and_keeps_its_weights_in_floa
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_a_grad_scaler_that_overflows_skips_the_step_and_backs_off():
+def test_an_overflow_with_a_grad_scaler_skips_the_step_and_lowers_the_scale():
     model = bare([1.0, 1.0], torch.float32)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)  # more than float16 can hold
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)  # overflows in float16
     step = ([torch.tensor([[0.75, 1.0]])], 1)
-    training = loop.train_(model, [sgd(model)], [step] * 2, first, dtype=torch.float16, scaler=scaler, clip=0.5)
+    training = loop.train_(
+        model, [sgd(model)], [step] * 2, first, dtype=torch.float16, scaler=scaler, clip=0.5
+    )
     _, report = next(training)
-    assert (model.weight.tolist(), int(report.skipped), scaler.get_scale()) == ([[1.0, 1.0]], 1, 2.0**15)
+    assert (model.weight.tolist(), int(report.skipped), scaler.get_scale()) == (
+        [[1.0, 1.0]],
+        1,
+        2.0**15,
+    )
     _, report = next(training)
     assert (int(report.skipped), scaler.get_scale(), float(report.grad_norm)) == (1, 2.0**15, 1.25)
-    # unscaled and then clipped, from 1.25 to 0.5; 1e-5 for float32 and for the 1e-6 that torch adds to the norm
+    # The gradient is unscaled, then clipped from 1.25 to 0.5. Torch adds 1e-6 to the norm.
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[0.7, 0.6]]), rtol=1e-5, atol=0)
 
 
-# --------------------------------------------------------------------------------------------- not a number
+# --- not a number ---
 
 
 @SIZES
-def test_a_step_with_a_nan_on_one_rank_changes_nothing_on_any_and_the_next_is_fine(ranks, size):
+def test_a_nan_on_one_rank_skips_the_step_on_all_ranks_and_the_next_step_works(ranks, size):
     for result in ranks(size):
         before, during, after = result["one_nan"]
         torch.testing.assert_close(during[:2], before[:2], rtol=0, atol=0)
@@ -383,59 +525,120 @@ def test_a_step_with_a_nan_on_one_rank_changes_nothing_on_any_and_the_next_is_fi
     assert all(value.isfinite().all() for value in after[0].values())
 
 
-def test_five_bad_steps_in_a_row_raise_and_name_the_last():
+def test_five_bad_steps_in_a_row_raise_an_error_that_names_the_last():
     model, seen = mlp(), []
     good, bad = ([([(X[:1] * factor, Y[:1])], 1)] for factor in (1.0, math.nan))
     with pytest.raises(loop.Diverged, match=r"5 times in a row, up to step 111\b"):
-        for step, report in loop.train_(model, [sgd(model)], bad * 4 + good + bad * 5 + good, squares, start=101):
+        for step, report in loop.train_(
+            model, [sgd(model)], bad * 4 + good + bad * 5 + good, squares, start=101
+        ):
             seen.append((step, int(report.skipped)))
-    assert seen == list(zip(range(102, 112), [1, 2, 3, 4, 4, 5, 6, 7, 8, 9]))
+    assert seen == list(zip(range(102, 111), [1, 2, 3, 4, 4, 5, 6, 7, 8]))
 
 
-def test_patience_is_what_the_caller_says():
+@pytest.mark.parametrize("good_steps_after", [0, 1, 3])
+def test_with_delayed_reads_as_on_cuda_the_error_names_the_last_bad_step(
+    monkeypatch, good_steps_after
+):
+    monkeypatch.setattr(loop, "_read_delay", lambda device: 1)
+    model, seen = mlp(), []
+    good, bad = ([([(X[:1] * factor, Y[:1])], 1)] for factor in (1.0, math.nan))
+    steps = good * 2 + bad * 3 + good * good_steps_after
+    with pytest.raises(loop.Diverged, match=r"3 times in a row, up to step 5;"):
+        for step, _ in loop.train_(model, [sgd(model)], steps, squares, patience=3):
+            seen.append(step)
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_flags_are_read_one_step_late_on_cuda_and_at_once_elsewhere():
+    delays = [loop._read_delay(torch.device(kind)) for kind in ("cuda", "cpu", "mps")]
+    assert delays == [1, 0, 0]
+
+
+def test_with_delayed_reads_as_on_cuda_stop_is_reported_one_step_later(monkeypatch):
+    monkeypatch.setattr(loop, "_read_delay", lambda device: 1)
+    model, requests = mlp(), iter([False, True, False, False])
+    training = loop.train_(
+        model, [sgd(model)], [([(X[:1], Y[:1])], 1)] * 4, squares, stop=lambda: next(requests)
+    )
+    assert [report.stop for _, report in training] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("stop_at", "computed"), [(None, 5), (2, 3)])
+def test_with_delayed_reads_as_on_cuda_an_evaluation_gives_the_same_result(
+    monkeypatch, stop_at, computed
+):
+    model, calls, stops = mlp(), [], []
+    batches = [(X[:i], Y[:i]) for i in range(1, 6)]
+
+    def loss_fn(model, batch):
+        calls.append(batch)
+        return squares(model, batch)
+
+    expected = loop.evaluate(model, batches, squares)
+    monkeypatch.setattr(loop, "_read_delay", lambda device: 1)
+    stop = lambda: stops.append(0) or len(stops) == stop_at  # noqa: E731
+    result = loop.evaluate(model, batches, loss_fn, stop=stop)
+    assert result == (None if stop_at else expected) and len(calls) == computed
+
+
+def test_patience_sets_the_number_of_bad_steps():
     model = mlp()
     with pytest.raises(loop.Diverged, match="2 times in a row, up to step 2"):
-        list(loop.train_(model, [sgd(model)], [([(X[:1] * math.inf, Y[:1])], 1)] * 3, squares, patience=2))
+        list(
+            loop.train_(
+                model, [sgd(model)], [([(X[:1] * math.inf, Y[:1])], 1)] * 3, squares, patience=2
+            )
+        )
 
 
-# ------------------------------------------------------------------------------------------------- agreement
+# --- agreement ---
 
 
 @SIZES
-def test_when_one_rank_asks_to_stop_all_are_told_after_the_same_step(ranks, size):
-    assert [result["stopping"] for result in ranks(size)] == [[False, False, True, False, False]] * size
+def test_if_one_rank_asks_to_stop_all_reports_of_this_step_say_so(ranks, size):
+    assert [result["stopping"] for result in ranks(size)] == [
+        [False, False, True, False, False]
+    ] * size
 
 
 @SIZES
-def test_with_dropout_a_resumed_run_is_bitwise_the_unbroken_one(ranks, size):
+def test_resume_with_dropout_gives_bitwise_equal_weights(ranks, size):
     for result in ranks(size):
         unbroken, resumed, other_seed = result["randomness"]
         torch.testing.assert_close(resumed, unbroken, rtol=0, atol=0)
         assert (unbroken["0.weight"] != other_seed["0.weight"]).any()
 
 
-def test_every_rank_and_every_step_draws_its_own_numbers(ranks):
-    draws = [number for result in ranks(4) for number in result["drawn"]]
+def test_each_rank_and_each_step_draws_different_random_numbers(ranks):
+    draws = [number for result in ranks(4) for number in result["first_random_numbers"]]
     assert len(set(draws)) == 4 * 3
 
 
 @SIZES
-def test_an_evaluation_is_exact_over_ranks_with_unequal_numbers_of_batches_or_none(ranks, size):
+def test_evaluation_is_exact_if_ranks_have_unequal_numbers_of_batches_or_none(ranks, size):
     model = normed().eval()
     with torch.no_grad():
-        expected = sum(float((model(X[: 3 * i].float()) - Y[: 3 * i]).square().sum()) for i in range(1, 7))
-    for loss_sum, count in (result["evaluation"] for result in ranks(size)):
-        assert count == 3 + 6 + 9 + 12 + 15 + 18
-        assert loss_sum == pytest.approx(expected, rel=1e-6)  # promise 4; the losses themselves are float32
+        expected = sum(
+            float((model(X[: 3 * i].float()) - Y[: 3 * i]).square().sum()) for i in range(1, 7)
+        )
+    means = [result["evaluation"] for result in ranks(size)]
+    # Promise 4. The losses of the batches are float32.
+    assert means == [pytest.approx(expected / (3 + 6 + 9 + 12 + 15 + 18), rel=1e-6)] * size
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_evaluation_is_given_up_on_all_ranks_at_the_batch_at_which_one_asks_to_stop(ranks, size):
-    assert [result["given_up"] for result in ranks(size)] == [(None, 2, True)] * size
+def test_if_one_rank_asks_to_stop_all_ranks_end_the_evaluation_at_this_batch(ranks, size):
+    assert [result["stopped_evaluation"] for result in ranks(size)] == [(None, 2, True)] * size
+
+
+def test_an_evaluation_that_counts_nothing_returns_nan():
+    assert math.isnan(loop.evaluate(mlp(), [], squares))
+    assert math.isnan(loop.evaluate(mlp(), [(X[:0], Y[:0])], squares))
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_an_evaluation_is_without_dropout_and_gradients_and_leaves_the_mode_as_it_was(training):
+def test_evaluation_disables_dropout_and_gradients_and_restores_the_mode(training):
     model, modes = mlp(dropout=0.9).train(training), []
 
     def loss_fn(model, batch):
@@ -447,14 +650,14 @@ def test_an_evaluation_is_without_dropout_and_gradients_and_leaves_the_mode_as_i
     assert [module.training for module in model.modules()] == [training] * 5
 
 
-def test_an_evaluation_leaves_a_frozen_batch_norm_frozen():
+def test_evaluation_restores_the_mode_of_each_submodule():
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
     model[1].eval()
     loop.evaluate(model, [X], lambda model, x: (model(x).sum(), len(x)))
     assert (model.training, model[1].training) == (True, False)
 
 
-def test_an_evaluation_is_of_the_whole_model_even_if_a_part_of_it_is_called_module():
+def test_evaluation_uses_the_whole_model_if_a_submodule_is_named_module():
     class Shifted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -463,15 +666,19 @@ def test_an_evaluation_is_of_the_whole_model_even_if_a_part_of_it_is_called_modu
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.module(x) + 10
 
-    assert loop.evaluate(Shifted(), [torch.ones(1, 1).double()], first) == (10.0, 1.0)
+    assert loop.evaluate(Shifted(), [torch.ones(1, 1).double()], first) == 10.0
 
 
-# --------------------------------------------------------------------------------------- batches to steps
+# --- batches to steps ---
 
 
 @SIZES
-def test_group_makes_steps_until_the_last_rank_has_no_more_and_counts_all_ranks_rows(ranks, size):
-    own = [[i + 1 for i in range(rank + 1)] for rank in range(size)]  # rows of each batch of each rank
+def test_group_batches_continues_until_no_rank_has_a_batch_and_counts_the_rows_of_all_ranks(
+    ranks, size
+):
+    own = [
+        [i + 1 for i in range(rank + 1)] for rank in range(size)
+    ]  # rows of each batch of each rank
     windows = [[[rows[i : i + 2] for rows in own]] for i in range(0, size, 2)]
     totals = [sum(sum(window) for window in step[0]) for step in windows]
     for rank, result in enumerate(ranks(size)):
@@ -481,26 +688,57 @@ def test_group_makes_steps_until_the_last_rank_has_no_more_and_counts_all_ranks_
         for (rows, total), expected, all_ranks in zip(steps, mine, totals):
             if expected:
                 assert (rows, total) == (expected, all_ranks)
-            else:  # it goes along with one that it had, which weighs nothing
+            else:  # it repeats one of its batches with the count 0
                 assert rows[0] in own[rank] and len(rows) == 1 and total == 0
 
 
-def test_group_of_nothing_is_nothing():
-    assert list(loop.group([], 2, len)) == []
+def test_group_batches_of_no_batches_has_no_steps():
+    assert list(loop.group_batches([], 2, len)) == []
 
 
-def test_group_leaves_out_steps_that_count_nothing_and_goes_on():
-    batches = [torch.ones(n) for n in (0, 3, 0, 0, 2)]  # say, all labels of some are padding
-    assert [total for _, total in loop.group(batches, 1, len)] == [3, 2]
+def test_group_batches_leaves_out_steps_with_count_0():
+    batches = [
+        torch.ones(n) for n in (0, 3, 0, 0, 2)
+    ]  # for example, all labels of some are padding
+    assert [total for _, total in loop.group_batches(batches, 1, len)] == [3, 2]
 
 
-def test_to_device_keeps_the_shape_of_a_batch():
+def test_group_batches_reads_one_step_ahead():
+    """The counts of a step travel while the step before is computed, so the host need not wait for
+    CUDA.
+    """
+    events = []
+
+    def loader():
+        for i in range(4):
+            events.append(f"read {i}")
+            yield torch.ones(i + 1)
+
+    for _, total in loop.group_batches(loader(), 1, len):
+        events.append(f"step {total - 1}")
+    assert events == [
+        "read 0",
+        "read 1",
+        "step 0",
+        "read 2",
+        "step 1",
+        "read 3",
+        "step 2",
+        "step 3",
+    ]
+
+
+def test_to_device_keeps_the_structure_of_a_batch():
     batch = {"x": torch.ones(2), "rest": [(torch.zeros(1), 3), "text", None]}
     moved = loop.to_device(batch, torch.device("meta"))
     assert moved["x"].is_meta and moved["rest"][0][0].is_meta
-    assert type(moved["rest"]) is list and moved["rest"][0][1:] == (3,) and moved["rest"][1:] == ["text", None]
+    assert (
+        type(moved["rest"]) is list
+        and moved["rest"][0][1:] == (3,)
+        and moved["rest"][1:] == ["text", None]
+    )
 
 
-def test_to_device_keeps_a_named_tuple_one():
+def test_to_device_keeps_a_named_tuple():
     moved = loop.to_device(ddp_setup.World(0, 0, 1, 1, torch.ones(1)), torch.device("meta"))
     assert type(moved) is ddp_setup.World and moved.device.is_meta

@@ -1,9 +1,9 @@
-"""Start run.py in a fork of a Python that has imported torch: the same program, a second sooner.
+"""Start run.py in a fork of a Python process that has imported torch, which saves a second per start.
 
-    python warm.py SOCKET        serve on that Unix socket, until standard input ends
+    python warm.py SOCKET        serve on this Unix socket until standard input ends
 
-A client sends the program's arguments and environment as JSON, with the two handles that are to be its standard
-output and error. It gets the process number in one message, and the exit code (as subprocess has it) in another.
+A client sends the folder of run.py, the arguments and the environment as JSON, together with the two file descriptors
+for standard output and standard error. It receives the process id in one message and the exit code in another.
 """
 
 import json
@@ -15,21 +15,23 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def serve(path: str) -> None:
+    """Import torch, then fork once for each client."""
     import click  # noqa: F401
     import numpy  # noqa: F401
-    import torch._dynamo  # noqa: F401  which the first optimizer imports
+    import torch._dynamo  # noqa: F401  the first optimizer imports it
     import torch.distributed.checkpoint.state_dict  # noqa: F401
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children that answer
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"{path}.bound")
         listener.listen()
-        os.rename(f"{path}.bound", path)  # whoever finds it is heard
+        os.rename(f"{path}.bound", path)  # a client that finds this name can connect
         while listener in select.select([listener, sys.stdin], [], [])[0]:
             client, _ = listener.accept()
             with client:
@@ -39,6 +41,7 @@ def serve(path: str) -> None:
 
 
 def answer(client: socket.socket) -> None:
+    """Start a program for a client, wait for it, and send the exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, (out, err), _, _ = socket.recv_fds(client, 1 << 20, 2)
     pid = os.fork()
@@ -53,29 +56,34 @@ def answer(client: socket.socket) -> None:
     os._exit(0)
 
 
-def become(request: dict[str, object], out: int, err: int) -> None:
+def become(request: dict[str, Any], out: int, err: int) -> None:
+    """Turn this process into the program that the client asks for."""
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
-    os.chdir(ROOT)
+    root = str(request["root"])
+    os.chdir(root)
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = ["run.py", *request["args"]]
-    sys.path[0] = f"{ROOT}"
-    runpy.run_path(f"{ROOT / 'run.py'}", run_name="__main__")  # ends the process
+    sys.path[0] = root
+    runpy.run_path(f"{root}/run.py", run_name="__main__")  # ends the process
 
 
 class Process:
-    """What conftest.Program uses of subprocess.Popen, for a program that the server started."""
+    """A program that the server has started, with those methods of subprocess.Popen that conftest.Program uses."""
 
-    def __init__(self, server: str, args: list[str], env: dict[str, str], out: int, err: int):
+    def __init__(
+        self, server: str, root: Path, args: list[str], env: dict[str, str], out: int, err: int
+    ):
         self.returncode: int | None = None
         self.client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.client.connect(server)
-        socket.send_fds(self.client, [json.dumps({"args": args, "env": env}).encode()], [out, err])
+        request = {"root": str(root), "args": args, "env": env}
+        socket.send_fds(self.client, [json.dumps(request).encode()], [out, err])
         self.pid = int(self.client.recv(64))
 
     def poll(self) -> int | None:
@@ -105,8 +113,10 @@ class Process:
 
 
 def start(path: str, env: dict[str, str]) -> subprocess.Popen:
-    """Start the server; it ends with this process."""
-    return subprocess.Popen([sys.executable, __file__, path], cwd=ROOT, env=env, stdin=subprocess.PIPE)
+    """Start the server. It ends when this process ends."""
+    return subprocess.Popen(
+        [sys.executable, __file__, path], cwd=ROOT, env=env, stdin=subprocess.PIPE
+    )
 
 
 if __name__ == "__main__":

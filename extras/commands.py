@@ -1,0 +1,111 @@
+"""The commands info, plot and export of run.py. Needs click.
+
+    add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)    # in run.py
+
+Importing this file takes no time: what the commands need is imported when one of them is used.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+
+FORMATS = click.Choice(["hf", "safetensors", "nanogpt", "checkpoint"])
+
+
+def add_commands(
+    cli: click.Group,
+    extra: Callable[[str], ModuleType],
+    usage_errors: Callable[[], AbstractContextManager[Any]],
+    open_storage: Callable[[str], Any],
+    newest_checkpoint: Callable[[str], dict[str, Any]],
+) -> None:
+    """Add the commands to `cli`.
+
+    extra: imports extras/NAME.py. usage_errors: turns ValueError, OSError and ImportError into
+    errors of one line. open_storage(folder or URL): the functions of ckpt.py for that place.
+    newest_checkpoint(folder or URL): the state of the newest checkpoint that verifies, with the
+    keys that run.py saves and "name", its path; ValueError if there is none.
+    """
+
+    @cli.command("info")
+    @click.argument("out", default="out")
+    def info(out: str) -> None:
+        """Describe the newest checkpoint in OUT, and print which checkpoints there verify.
+
+        \b
+          python run.py info out
+        """
+        with usage_errors():
+            storage, describe = open_storage(out), extra("describe")
+            entries = storage.list_checkpoints(out)
+            state, lines = describe.verify_all(entries, partial(storage.load, out))
+            if state:
+                texts = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
+                click.echo(describe.describe(state, *texts))
+            for line in lines:
+                click.echo(line)
+            if not state:
+                raise ValueError(f"{out}: there is no checkpoint that can be used")
+
+    @cli.command("plot")
+    @click.argument("outs", nargs=-1, required=True, metavar="OUT...")
+    @click.option(
+        "-o", "--output", default="loss.png", metavar="FILE", help="A .png, .svg or .pdf."
+    )
+    def plot(outs: tuple[str, ...], output: str) -> None:
+        """Draw loss, throughput and learning rate of the runs in the folders OUT as one figure.
+
+        \b
+          python run.py plot out out-wider -o loss.svg
+        """
+
+        def text(out: str, name: str) -> str:
+            if "://" in out:
+                return str(open_storage(out).read_text(out, name))
+            # not with ckpt.read_text, since importing ckpt would import torch
+            return Path(out, name).read_text(encoding="utf-8", errors="replace")
+
+        with usage_errors():
+            plot = extra("plot")
+            names = ("metrics.jsonl", "config.json")
+            plot.draw(
+                [plot.parse(out, *(text(out, name) for name in names)) for out in outs], output
+            )
+
+    @cli.command("export")
+    @click.argument("out", default="out")
+    @click.option(
+        "--format",
+        type=FORMATS,
+        required=True,
+        help="safetensors writes a file, the others a folder. checkpoint writes the complete "
+        "checkpoint as one file, from which training can continue.",
+    )
+    @click.option("-o", "--output", required=True, metavar="PATH", help="Must not exist.")
+    def export(out: str, format: str, output: str) -> None:
+        """Write the newest checkpoint in OUT for other programs. --init-from reads it again.
+
+        \b
+          python run.py export out --format hf -o gpt2-mine
+        """
+        with usage_errors():
+            state = newest_checkpoint(out)
+            if format == "checkpoint":
+                if os.path.isfile(output) or os.path.isdir(output) and os.listdir(output):
+                    raise ValueError(f"{output} exists already; choose another path")
+                entries = open_storage(out).list_checkpoints(out)
+                (entry,) = (e for e in entries if e.name == os.path.basename(state["name"]))
+                saved = {key: value for key, value in state.items() if key != "name"}
+                open_storage(output).save(output, saved, entry.step, entry.loss)
+                return
+            exchange, flags, vocabulary = extra("exchange"), state["config"], state["vocabulary"]
+            shape = ("arch", "block_size", "layers", "heads", "embd", "dropout")
+            config = {"vocab": vocabulary["vocab"], **{name: flags[name] for name in shape}}
+            words = {"kind": vocabulary["kind"], "chars": vocabulary["chars"]}
+            exchange.write(exchange.Model(config, words, state["model"]), format, output)

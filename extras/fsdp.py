@@ -1,0 +1,229 @@
+"""Divide the training state over the ranks with FSDP2, or send gradients as bfloat16.
+
+    bare = build(...)
+    model = shard_(bare, world_size, device, parts=[*bare.blocks], strategy="fsdp")
+    optimizer = AdamW(model.parameters())  # after shard_, because shard_ replaces the parameters
+
+    # Only for "fsdp". For "zero", use steps and loss_fn themselves, and sync_each=False.
+    padded, padded_loss = pad_steps(steps, loss_fn)
+    for step, report in train_(model, [optimizer], padded, padded_loss, sync_each=True):
+        ...
+    mean = evaluate(model, *pad_batches(model, batches, loss_fn))  # for "zero" and "fsdp"
+
+`train_` and `evaluate` are those of loop.py, or any functions with the same conventions. A loss
+function returns (sum, count). In this file, "shard" means the part of the model's state on one
+rank.
+
+Under FSDP, a forward or backward pass communicates, so all ranks must run the same number of
+passes. pad_steps and pad_batches add passes on ranks that have fewer. The results of added passes
+have weight 0. The ranks agree on the numbers over gloo with tensors on the CPU, so nothing waits
+for a GPU.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+LossFn = Callable[[nn.Module, Any], tuple[Tensor, int]]
+STRATEGIES = ("zero", "fsdp")
+
+
+def shard_(
+    model: nn.Module,
+    world_size: int,
+    device: torch.device,
+    parts: Sequence[nn.Module],
+    strategy: str,
+    **fsdp: Any,
+) -> nn.Module:
+    """Move `model` to `device`, divide its parameters over all ranks, and return it.
+
+    All ranks must call it, in a process group of `world_size` ranks. Each then holds 1 / world_size
+    of the parameters, of the gradients, and of the state of optimizers that are made afterwards.
+    All start with the weights and buffers of rank 0. With a world_size of 1 the model is only
+    moved.
+
+    strategy: "zero" gathers all parameters once per step and keeps them until the last backward
+        pass. This is as much traffic as DistributedDataParallel has. "fsdp" gathers the parameters
+        of one part at a time, again in each forward and backward pass, so a rank never holds all of
+        them. (Under autocast, autograd keeps the copies in the lower dtype.) ValueError for any
+        other strategy.
+    parts: submodules without common parameters, which are gathered one by one. The rest of the
+        model is one more part. A part is moved to the device just before it is divided, so the
+        whole model need not fit there.
+    fsdp: more arguments for torch's fully_shard.
+
+    "zero" gets a method `no_sync`, as DistributedDataParallel has it. (torch's
+    ZeroRedundancyOptimizer was not used: with it, parameters and gradients stay whole on each rank,
+    the traffic is half as much again, and torch.distributed.checkpoint does not see its state.)
+    """
+    # These imports take half a second.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    if world_size == 1:
+        return model.to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for part in [*parts, model]:
+        part.to(device)
+        for tensor in chain(part.parameters(), part.buffers()):
+            if not isinstance(tensor, DTensor):  # a DTensor was divided as a part of its own
+                dist.broadcast(tensor.detach(), 0)
+        fully_shard(part, mesh=mesh, reshard_after_forward=strategy == "fsdp", **fsdp)
+    if strategy == "zero":
+        setattr(model, "no_sync", partial(_no_sync, model))
+    return model
+
+
+@contextmanager
+def _no_sync(model: Any) -> Iterator[None]:
+    """Let backward passes accumulate gradients on this rank only; keep parameters gathered."""
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+
+
+class Padded(NamedTuple):
+    """A batch of this rank, or one that was only added so that all ranks have equally many."""
+
+    batch: Any
+    added: bool
+
+
+def pad_steps(
+    steps: Iterable[tuple[list[Any], int]], loss_fn: LossFn, timeout: float = 600.0
+) -> tuple[Iterator[tuple[list[Padded], int]], LossFn]:
+    """Add micro-batches to each step, so that all ranks have the same number of them.
+
+    Returns (steps, loss_fn), the arguments for loop.train_, which also needs sync_each=True.
+    All ranks must iterate over the steps together. The returned loss function belongs to the
+    returned steps: for an added micro-batch it returns a sum of 0 and a count of 0. An added
+    micro-batch repeats the first of its step, so each rank needs at least one in each step.
+    steps: (micro-batches of this rank, count of the global batch), see loop.train_.
+    timeout: seconds to wait for the other ranks, if a gloo group has to be made because the default
+        group has none.
+    """
+    return _padded_steps(steps, timeout), partial(_padded_loss, loss_fn)
+
+
+def _padded_steps(
+    steps: Iterable[tuple[list[Any], int]], timeout: float
+) -> Iterator[tuple[list[Padded], int]]:
+    with _cpu_group(timeout) as group:
+        for batches, total in steps:
+            missing = _largest(len(batches), group) - len(batches)
+            added = repeat(Padded(batches[0], True), missing)
+            yield [*(Padded(batch, False) for batch in batches), *added], total
+
+
+def pad_batches(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, timeout: float = 600.0
+) -> tuple[Iterator[Padded], LossFn]:
+    """Add batches to an evaluation, so that all ranks have the same number of them.
+
+    Returns (batches, loss_fn), the arguments for loop.evaluate.
+    All ranks must iterate over the batches together. Ranks may have unequal numbers of batches, or
+    none: they get a copy of the first batch of another rank, which must be possible to pickle. The
+    returned loss function belongs to the returned batches: for an added batch it returns a sum of 0
+    and a count of 0. When the iteration ends or is given up, `model` frees the parameters that it
+    gathered in its forward passes, as a backward pass would have done.
+    timeout: see pad_steps.
+    """
+    return _padded_batches(model, batches, timeout), partial(_padded_loss, loss_fn)
+
+
+def _padded_batches(model: nn.Module, batches: Iterable[Any], timeout: float) -> Iterator[Padded]:
+    batches = iter(batches)
+    first = list(islice(batches, 1))
+    try:
+        with _cpu_group(timeout) as group:
+            spare = _lend_first(first, group)
+            for batch in chain(first, batches):
+                _largest(1, group)
+                yield Padded(batch, False)
+            while _largest(0, group):  # 1 as long as another rank has a batch
+                yield Padded(spare[0], True)
+    finally:
+        for module in model.modules():
+            if hasattr(module, "set_requires_gradient_sync"):  # only FSDP's modules have it
+                cast(Any, module).reshard()
+
+
+def _lend_first(first: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """Return `first`, or if it is empty, that of the lowest rank where it is not. [] if all are
+    empty.
+    """
+    fewest = -_largest(-len(first), group)
+    if fewest or not dist.is_initialized():
+        return first
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lender = -_largest(-(rank if first else size), group)
+    lent = [first]
+    if lender < size:
+        dist.broadcast_object_list(lent, lender, group)
+    return first or lent[0]
+
+
+def _padded_loss(loss_fn: LossFn, model: nn.Module, padded: Padded) -> tuple[Tensor, int]:
+    loss_sum, count = loss_fn(model, padded.batch)
+    return (loss_sum * 0.0, 0) if padded.added else (loss_sum, count)
+
+
+@contextmanager
+def _cpu_group(timeout: float) -> Iterator[dist.ProcessGroup | None]:
+    """Yield a process group of all ranks that takes CPU tensors. All ranks must enter it together.
+
+    Yields None if the default group takes them, or if there is no process group.
+    """
+    if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    try:
+        yield group
+    finally:
+        if dist.is_initialized():  # otherwise the end of the default group has ended this one
+            dist.destroy_process_group(group)
+
+
+def _largest(number: int, group: dist.ProcessGroup | None) -> int:
+    """Return the largest of the numbers that the ranks pass. All ranks must call it."""
+    if not dist.is_initialized():
+        return number
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return int(largest)
+
+
+def compress_(replica: nn.Module) -> None:
+    """Let a DistributedDataParallel model send and add up gradients as bfloat16.
+
+    This halves the traffic, and keeps 8 of the 24 significant bits of float32.
+    ValueError for another model, unless there is only one rank, which sends nothing.
+    """
+    if isinstance(replica, nn.parallel.DistributedDataParallel):
+        replica.register_comm_hook(None, _bf16_hook)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"compress_ needs a DistributedDataParallel model, not {type(replica).__name__}"
+        )
+
+
+def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Call torch's hook. DDP recognises that hook and refuses it for gloo, which can do it too."""
+    return bf16_compress_hook(group, bucket)

@@ -1,0 +1,31 @@
+#!/bin/bash
+# Start the training again until it is done, for one machine that can be interrupted (a spot instance
+# that reboots, a process that is killed).
+#
+#   extras/launch/restart.sh --spawn --out run
+#
+# Run it in the folder that has run.py. All words are flags of run.py. It ends when run.py ends with
+#   0   the training is done
+#   2   there is a mistake in the flags, files or data: another start would not help
+# and after Ctrl-C, when run.py has saved. After anything else (1: failed, 3: stopped by a signal, or
+# killed) it waits 10 seconds and starts run.py again, which resumes from the newest checkpoint.
+# To stop the training with SIGTERM, send it to run.py. This script does not pass it on.
+#
+# --fresh is passed to the first start only: it discards the checkpoints in --out. Do not set it in
+# a --config file, where this script cannot see it.
+trap 'exit 130' INT
+
+flags=()
+for word in "$@"; do
+  [ "$word" = --fresh ] || flags+=("$word")
+done
+
+python run.py "$@"
+code=$?
+unset DDPKIT_FRESH
+while [ $code != 0 ] && [ $code != 2 ]; do
+  sleep 10
+  python run.py "${flags[@]}"
+  code=$?
+done
+exit $code

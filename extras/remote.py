@@ -1,0 +1,299 @@
+"""Checkpoints, text files and data at URLs, through fsspec: s3://, gs://, ftp://, file://, memory://, ...
+
+    import ckpt                                  # the core module, whose functions are used here
+    files = storage(ckpt)                        # the functions of ckpt, for URLs
+    files.save_and_prune("s3://bucket/out", state, step=400, loss=1.88, keep=3)
+    found, rejected = files.newest("s3://bucket/out")
+
+    paths = download("s3://bucket/data/*.txt")   # local copies
+
+Needs fsspec and filelock, which torch requires, and the fsspec package of the file system, for
+example s3fs. Credentials and the number of retries are settings of that package.
+
+Errors of a file system become an OSError that names the URL, without user name and password.
+FileNotFoundError, IsADirectoryError, ImportError and ValueError keep their type.
+"""
+
+import hashlib
+import os
+import re
+import socket
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import filelock
+from fsspec.core import url_to_fs
+
+Texts = dict[tuple[str, str], list[str]]  # (folder, name) -> parts of the text, in order
+
+
+def storage(ckpt: ModuleType) -> SimpleNamespace:
+    """Return all public names of the module ckpt, with functions for URLs in place of local ones.
+
+    The functions have the names and arguments of those in ckpt, whose docstrings describe them,
+    and differ in these points. lock() returns None, because object stores have no locks. newest()
+    raises OSError if the storage does not answer, because a checkpoint there may be sound.
+    append_text() keeps the line in memory until the next save() uploads it, because an object store
+    cannot append; each result of storage() has its own memory.
+    """
+    functions = {name: value for name, value in vars(ckpt).items() if not name.startswith("_")}
+    texts: Texts = {}
+    functions |= {
+        "save": partial(_save, ckpt, texts),
+        "save_and_prune": partial(_save_and_prune, ckpt, texts),
+        "load": partial(_load, ckpt),
+        "newest": partial(_newest, ckpt),
+        "list_checkpoints": partial(_list_checkpoints, ckpt),
+        "prune": partial(_prune, ckpt),
+        "remove": _remove,
+        "set_aside": _set_aside,
+        "make_folder": _make_folder,
+        "lock": _lock,
+        "check_shared_folder": _check_shared_folder,
+        "write_text": partial(_write_text, texts),
+        "append_text": partial(_append_text, texts),
+        "read_text": partial(_read_text, texts),
+    }
+    return SimpleNamespace(**functions)
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def _save(
+    ckpt: ModuleType, texts: Texts, url: str, state: dict[str, Any], step: int, loss: Any = None
+) -> Any:
+    """Write a checkpoint to a temporary local folder and upload it, after the texts.
+
+    An upload that fails may leave a part of the file where the file system is not an object store.
+    That part is deleted if possible; otherwise its digest does not match its name.
+    """
+    with tempfile.TemporaryDirectory() as local:
+        entry = ckpt.save(local, state, step, loss)
+        _make_folder(url)
+        _upload_texts(texts, url)
+        with _file_system(url) as (fs, path):
+            try:
+                fs.put_file(f"{local}/{entry.name}", f"{path}/{entry.name}")
+            except BaseException:
+                with suppress(Exception):  # there may be no file, or no connection
+                    fs.rm_file(f"{path}/{entry.name}")
+                raise
+    return entry
+
+
+def _save_and_prune(
+    ckpt: ModuleType,
+    texts: Texts,
+    url: str,
+    state: dict[str, Any],
+    step: int,
+    loss: float | None,
+    keep: int,
+) -> Any:
+    entry = _save(ckpt, texts, url, state, step, loss)
+    _prune(ckpt, url, keep)
+    return entry
+
+
+def _load(ckpt: ModuleType, url: str, entry: Any) -> dict[str, Any]:
+    """Download a checkpoint to a temporary local folder, read and verify it."""
+    with tempfile.TemporaryDirectory() as local:
+        if entry.name.endswith(".pt"):
+            with _file_system(url) as (fs, path):
+                fs.get_file(f"{path}/{entry.name}", f"{local}/{entry.name}")
+        state: dict[str, Any] = ckpt.load(local, entry)  # refuses a sharded checkpoint
+    return state
+
+
+class _NoAnswer(Exception):
+    """The storage does not answer. ckpt.newest() does not catch this, so it tries no older file."""
+
+
+def _newest(
+    ckpt: ModuleType,
+    url: str,
+    load: Callable[..., Any] | None = None,
+    list_checkpoints: Callable[..., Any] | None = None,
+) -> Any:
+    def load_or_stop(url: str, entry: Any) -> Any:
+        try:
+            return (load or partial(_load, ckpt))(url, entry)
+        except OSError as error:
+            if type(error) is OSError:  # not FileNotFoundError: see _file_system
+                raise _NoAnswer(error) from error
+            raise
+
+    try:
+        listed = list_checkpoints or partial(_list_checkpoints, ckpt)
+        return ckpt.newest(url, load_or_stop, listed)
+    except _NoAnswer as error:
+        raise error.args[0] from None
+
+
+def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
+    with _file_system(url) as (fs, path):
+        fs.invalidate_cache()
+        paths = fs.ls(path, detail=False) if fs.exists(path) else []
+    return ckpt.parse_names(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
+
+
+def _prune(ckpt: ModuleType, url: str, keep: int) -> None:
+    for entry in ckpt.superseded(_list_checkpoints(ckpt, url), keep):
+        _remove(url, entry.name)
+
+
+def _remove(url: str, name: str) -> None:
+    """Delete a file, or a folder if the name is that of a sharded checkpoint."""
+    with suppress(FileNotFoundError), _file_system(url) as (fs, path):
+        if name.endswith(".pt"):
+            fs.rm_file(f"{path}/{name}")
+        else:
+            fs.rm(f"{path}/{name}", recursive=True)
+
+
+def _set_aside(url: str, name: str) -> None:
+    """Add ".damaged" to the name of a file. Object stores cannot rename a folder."""
+    with _file_system(url) as (fs, path):
+        fs.mv(f"{path}/{name}", f"{path}/{name}.damaged")
+
+
+def _make_folder(url: str) -> None:
+    with _file_system(url) as (fs, path):
+        fs.makedirs(path, exist_ok=True)
+
+
+def _lock(url: str, patience: float = 0.0) -> None:
+    """Return None, because an object store has no locks."""
+
+
+def _check_shared_folder(url: str) -> None:
+    """Refuse what only extras/sharded.py can do."""
+    raise ValueError("a sharded checkpoint needs a folder, not a URL")
+
+
+# -------------------------------------------------------------------------------------- text files
+
+
+def _write_text(texts: Texts, url: str, name: str, text: str) -> None:
+    texts[url, name] = [text]
+    _upload_text(url, name, text)
+
+
+def _append_text(texts: Texts, url: str, name: str, line: str) -> None:
+    if (url, name) not in texts:
+        texts[url, name] = [_read_text(texts, url, name)]
+    texts[url, name].append(line)
+
+
+def _read_text(texts: Texts, url: str, name: str) -> str:
+    """Return the text in memory, which has the lines that are not uploaded yet, or download it."""
+    if (url, name) in texts:
+        return "".join(texts[url, name])
+    with suppress(FileNotFoundError), _file_system(url) as (fs, path):
+        return str(fs.cat_file(f"{path}/{name}").decode(errors="replace"))
+    return ""
+
+
+def _upload_text(url: str, name: str, text: str) -> None:
+    with _file_system(url) as (fs, path):
+        fs.pipe_file(f"{path}/{name}", text.encode())
+
+
+def _upload_texts(texts: Texts, url: str) -> None:
+    """Upload all texts of a folder. An OSError becomes a warning, so that the checkpoint follows."""
+    for folder, name in list(texts):
+        if folder == url:
+            try:
+                _upload_text(url, name, "".join(texts[folder, name]))
+            except OSError as error:
+                message = f"{name} not written, the next save tries again: {error}"
+                warnings.warn(message, stacklevel=2)
+
+
+# -------------------------------------------------------------------------------------------- data
+
+
+def download(url: str) -> list[str]:
+    """Return local copies of the files that a URL names, sorted by name. The URL may be a glob.
+
+    Copies are in $XDG_CACHE_HOME/ddpkit (~/.cache/ddpkit), one for each version of each file. Any
+    number of processes may call this: on each node the first one downloads and the others wait.
+    FileNotFoundError if no file matches, IsADirectoryError if a folder does.
+
+    fsspec's own cache is not used: it downloads to the final name without a lock, so that another
+    process can read half a file.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    copies = []
+    with _file_system(url) as (fs, path):
+        fs.invalidate_cache()
+        for name in [path] if fs.exists(path) else sorted(fs.glob(path)):
+            if fs.isdir(name):
+                raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
+            version = f"{fs.unstrip_protocol(name)} {fs.ukey(name)}".encode()
+            folder = os.path.join(cache, "ddpkit", hashlib.sha256(version).hexdigest()[:32])
+            copies.append(_copy_once(fs, name, folder))
+    if not copies:
+        raise FileNotFoundError(f"{url}: no such file, and no file matches it")
+    return copies
+
+
+def _copy_once(fs: Any, name: str, folder: str) -> str:
+    """Return the local copy of a file; make it if no process has made it yet."""
+    copy = os.path.join(folder, os.path.basename(name))
+    part = f"{copy}.{socket.gethostname()}.part"  # some file systems lock per host only
+    os.makedirs(folder, exist_ok=True)
+    try:
+        with filelock.FileLock(os.path.join(folder, ".lock")):
+            if not os.path.exists(copy):
+                fs.get_file(name, part)
+                _check_size(fs, name, part)
+                os.replace(part, copy)
+    except NotImplementedError as error:  # of old versions of filelock
+        raise OSError(f"{folder}: {error}; XDG_CACHE_HOME can name a disk with locks") from error
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(part)
+    return copy
+
+
+def _check_size(fs: Any, name: str, copy: str) -> None:
+    """Make a copy durable, and raise OSError unless it is as large as the remote file."""
+    size, expected = os.path.getsize(copy), fs.size(name)
+    if expected not in (size, None):
+        raise OSError(f"{fs.unstrip_protocol(name)}: got {size} of {expected} bytes")
+    with open(copy, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+def without_password(text: str) -> str:
+    """Return the text without the user names and passwords in its URLs."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
+
+
+@contextmanager
+def _file_system(url: str) -> Iterator[tuple[Any, str]]:
+    """Give (fsspec file system, path) of a URL, and turn other errors into OSError.
+
+    That error is of the class OSError itself, so that it can be told from FileNotFoundError. The
+    packages of file systems have retried by then, as often as their own settings say.
+    """
+    try:
+        fs, path = url_to_fs(url)
+        yield fs, path.rstrip("/")
+    except (FileNotFoundError, IsADirectoryError, ImportError, ValueError):
+        raise
+    except _NoAnswer:
+        raise
+    except Exception as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise OSError(without_password(f"{url}: {text}")) from error

@@ -1,0 +1,82 @@
+"""Step 4, ckpt.py: save, stop when asked, and continue exactly where the last run stopped."""
+
+import math
+import os
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+# The modules are two folders up. If they are beside this script, this line changes nothing.
+sys.path.append(os.path.join(os.path.dirname(__file__), "..", ".."))
+import chardata
+import ckpt
+import ddp_setup
+import loop
+
+
+def loss_fn(model, batch):
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
+
+
+def count_correct(model, batch):
+    inputs, targets = batch
+    return (model(inputs).argmax(1) == targets).sum(), len(targets)
+
+
+def resume_(model, opt, world):
+    state = {}
+
+    def read_newest():
+        found, rejected = ckpt.newest("out")
+        for line in rejected:
+            print(line)
+        if found is None:
+            return 0
+        state.update(found.state)
+        return found.entry.step
+
+    step = ddp_setup.from_rank_zero(read_newest, world)
+    if step:
+        ckpt.restore_(state, model, [opt])
+    return step
+
+
+def main(world, stop):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    x = torch.randn(3000, 20)
+    y = 2 * (x[:, 0] > x[:, 1]) + (x[:, 2] * x[:, 3] > 0)
+    train, test = TensorDataset(x[:2500], y[:2500]), TensorDataset(x[2500:], y[2500:])
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
+    replica = ddp_setup.replicate(model, world)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = 96 // 2 // world.size  # rows in a micro-batch: 2 of them per rank and step
+    steps_per_epoch = math.ceil(len(train) / (2 * rows * world.size))
+    step = resume_(replica, opt, world)
+    for epoch in range(step // steps_per_epoch, 3):
+        mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
+        mine = mine[step % steps_per_epoch * 2 * rows :]
+        loader = DataLoader(train, batch_size=rows, sampler=mine)
+        steps = loop.group_batches(loader, accum=2, count=lambda batch: len(batch[1]))
+        for step, report in loop.train_(
+            replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
+        ):
+            if report.stop or step % steps_per_epoch == 0:
+                state = ckpt.snapshot(replica, [opt])
+                if world.rank == 0:
+                    ckpt.save_and_prune("out", state, step, None, keep=3)
+            if report.stop:
+                return
+        mine = range(world.rank, len(test), world.size)
+        loader = DataLoader(test, batch_size=96, sampler=mine)
+        accuracy = loop.evaluate(replica, loader, count_correct)
+        if world.rank == 0:
+            print(f"epoch {epoch}: loss {report.loss:.4f}, accuracy {accuracy:.4f}")
+
+
+with ddp_setup.stop_signals() as stop, ddp_setup.process_group() as world:
+    main(world, stop)

@@ -1,0 +1,141 @@
+"""Tests of extras/describe.py and of the command info."""
+
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY, Ran, ahead, checkpoints, metrics, run
+
+import gpt
+from extras import describe
+
+RUNS = [
+    *TINY,
+    "--dropout",
+    0,
+    "--steps",
+    40,
+    "--log-every",
+    1,
+    "--eval-every",
+    10,
+    "--save-every",
+    10,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def done(text, tmp_path_factory):
+    """Start runs in the background. Return a function: name -> (printed text, --out folder)."""
+    folder = tmp_path_factory.mktemp("extras")
+    runs = {
+        "gpt2": ["--arch", "gpt2"],
+    }
+
+    def train(name: str) -> tuple[Ran, Path]:
+        ran = run(*RUNS, "--data", text, "--out", folder / name, *runs[name])
+        assert ran.code == 0, ran
+        return ran, folder / name
+
+    with ahead(**{name: partial(train, name) for name in runs}) as begun:
+        yield lambda name: begun[name].result()
+
+
+def mistaken(ran: Ran, *parts: object) -> None:
+    """Check that a run ended with exit code 2 and one line on stderr, which contains `parts`."""
+    assert ran.code == 2 and ran.out == "" and ran.err.startswith("Error: "), ran
+    assert ran.err.count("\n") == 1, ran
+    assert parts and [f"{part}" for part in parts if f"{part}" not in ran.err] == [], ran.err
+
+
+STATE = {
+    "model": {"a": (w := torch.ones(3, 4)), "tied": w, "b": torch.ones(5)},
+    "optimizers": [{"state": {"a": {"step": torch.ones(()), "m": torch.ones(3, 4)}}}, {}],
+    "step": 1200,
+    "config": {
+        "arch": "gpt2",
+        "layers": 2,
+        "heads": 1,
+        "embd": 4,
+        "block_size": 8,
+        "data": None,
+        "lr": 0.1,
+    },
+    "vocabulary": {"vocab": 3, "kind": "char", "chars": "abc"},
+}
+
+
+def test_a_description_counts_tied_weights_once_and_takes_the_last_metrics():
+    metrics = [
+        '{"step": 1, "tokens": 64, "loss": 3.0}',
+        '{"step": 2, "tokens": 128, "loss": null, "val_loss": 2.5}',
+    ]
+    metrics += ['{"step": 1201, "tokens": 9, "loss": 1.0}', '{"step": 3, "tok', "[1]", "5"]
+    lines = describe.describe(STATE, "\n".join(metrics), '{"torch": "2", "ranks": 4}').splitlines()
+    assert lines == [
+        "model       gpt2, 2 layers, 1 heads, width 4, block size 8",
+        "vocabulary  3 tokens of kind char",
+        "parameters  17 (0.0 MB; optimizers 0.0 MB)",
+        "trained     1,200 steps, 128 tokens, unknown epochs",
+        "loss        training 3.0000, validation 2.5000",
+        "made with   torch 2, ranks 4",
+        "flags       --arch gpt2 --layers 2 --heads 1 --embd 4 --block-size 8 --lr 0.1",
+    ]
+
+
+def test_the_state_of_the_last_checkpoint_that_verifies_is_returned_with_a_line_on_each():
+    outcomes = {
+        "a": {**STATE, "step": 1},
+        "b": {**STATE, "step": 2},
+        "c": ValueError("damaged"),
+        "d": OSError("gone"),
+    }
+
+    def load(entry):
+        if isinstance(outcomes[entry.name], Exception):
+            raise outcomes[entry.name]
+        return outcomes[entry.name]
+
+    state, lines = describe.verify_all([SimpleNamespace(name=name) for name in outcomes], load)
+    assert state["step"] == 2
+    assert lines == ["a  verified, 0.0 MB", "b  verified, 0.0 MB", "c  damaged", "d  gone"]
+
+
+def test_info_describes_the_newest_checkpoint_and_lists_which_verify(done, tmp_path):
+    out = shutil.copytree(done("gpt2")[1], tmp_path / "out")
+    damaged = bytearray(checkpoints(out)[0].read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    checkpoints(out)[0].write_bytes(damaged)
+    ran = run("info", out)
+    assert ran.code == 0 and ran.err == "", ran
+    last, model = metrics(out)[-2], gpt.build(gpt.Config(18, 16, 1, 2, 16, arch="gpt2"), 0)
+    for part in (
+        "gpt2, 1 layers, 2 heads, width 16, block size 16",
+        "18 tokens of kind char",
+        f"{sum(p.numel() for p in model.parameters()):,} (",
+        f"40 steps, {last['tokens']:,} tokens",
+        f"training {last['loss']:.4f}, validation {metrics(out)[-1]['val_loss']:.4f}",
+        f"torch {torch.__version__}",
+        "--batch-size 8",
+    ):
+        assert part in ran.out
+    verdicts = dict(re.findall(r"(step-\S+)  (\w+)", ran.out))
+    assert verdicts == {path.name: "verified" for path in checkpoints(out)} | {
+        checkpoints(out)[0].name: "damaged"
+    }
+
+
+def test_info_needs_nothing_but_the_checkpoint(done, tmp_path):
+    shutil.copy(checkpoints(done("gpt2")[1])[-1], tmp_path)
+    ran = run("info", tmp_path)
+    assert (
+        ran.code == 0 and "40 steps, unknown tokens" in ran.out and "made with   unknown" in ran.out
+    ), ran
+
+
+def test_info_of_an_empty_folder_is_an_error_of_one_line(tmp_path):
+    mistaken(run("info", tmp_path), tmp_path, "no checkpoint")

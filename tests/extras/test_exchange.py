@@ -1,0 +1,496 @@
+"""Tests of extras/exchange.py, of the command export and of --init-from."""
+
+import itertools
+import json
+import math
+import os
+import pickle
+import pickletools
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, Ran, ahead, checkpoints, losses, run, same_training, state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import chardata
+import gpt
+from extras import exchange, reader
+
+RUNS = [
+    *TINY,
+    "--dropout",
+    0,
+    "--steps",
+    40,
+    "--log-every",
+    1,
+    "--eval-every",
+    10,
+    "--save-every",
+    10,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def done(text, tmp_path_factory):
+    """Start runs in the background. Return a function: name -> (printed text, --out folder)."""
+    folder = tmp_path_factory.mktemp("extras")
+    runs = {
+        "gpt2": ["--arch", "gpt2"],
+        "modern": ["--tokenizer", "byte", "--steps", 12],
+    }
+
+    def train(name: str) -> tuple[Ran, Path]:
+        ran = run(*RUNS, "--data", text, "--out", folder / name, *runs[name])
+        assert ran.code == 0, ran
+        return ran, folder / name
+
+    with ahead(**{name: partial(train, name) for name in runs}) as begun:
+        yield lambda name: begun[name].result()
+
+
+def mistaken(ran: Ran, *parts: object) -> None:
+    """Check that a run ended with exit code 2 and one line on stderr, which contains `parts`."""
+    assert ran.code == 2 and ran.out == "" and ran.err.startswith("Error: "), ran
+    assert ran.err.count("\n") == 1, ran
+    assert parts and [f"{part}" for part in parts if f"{part}" not in ran.err] == [], ran.err
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+VOCABULARIES = {
+    "char": {"kind": "char", "chars": "\x00\n\r !Aaé\u0301\u2028😀€"},
+    "byte": {"kind": "byte", "chars": ""},
+    "ids": {"kind": "ids", "chars": ""},
+}
+
+
+def of(kind: str, arch: str = "gpt2") -> tuple[gpt.GPT, exchange.Model]:
+    """Return a model with random weights, biases and norms, also as an exchange.Model."""
+    vocab = {"char": len(VOCABULARIES["char"]["chars"]), "byte": 256, "ids": 100}[kind]
+    model = gpt.build(
+        gpt.Config(vocab, block_size=24, layers=3, heads=4, embd=32, arch=arch), seed=1
+    )
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    config = {key: value for key, value in model.config._asdict().items() if key != "dropout"}
+    return model, exchange.Model(config, VOCABULARIES[kind], model.state_dict())
+
+
+def same_model(found: exchange.Model, model: exchange.Model) -> bool:
+    return (
+        found[:2] == model[:2]
+        and found.weights.keys() == model.weights.keys()
+        and all(torch.equal(found.weights[name], weight) for name, weight in model.weights.items())
+    )
+
+
+def tokens(model: gpt.GPT) -> torch.Tensor:
+    return torch.randint(model.config.vocab, (3, 24), generator=torch.Generator().manual_seed(3))
+
+
+def assert_same_logits(theirs: Any, ours: gpt.GPT) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(
+            theirs(tokens(ours)).logits, ours(tokens(ours)), rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_transformers_computes_and_generates_the_same(transformers, tmp_path, kind):
+    ours, model = of(kind)
+    exchange.write(model, "hf", f"{tmp_path / 'hf'}")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert_same_logits(theirs, ours)
+    prompt = torch.tensor([[3, 1, 4]])
+    said = theirs.generate(
+        prompt, do_sample=False, max_new_tokens=20, attention_mask=torch.ones_like(prompt)
+    )
+    assert said[0, 3:].tolist() == list(
+        itertools.islice(gpt.sample(ours, prompt[0], temperature=0), 20)
+    )
+    assert same_model(exchange.read(f"{tmp_path / 'hf'}", reader.read), model)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"max_shard_size": "20KB"}, {"half": True}, {"bare": True}], ids=str
+)
+def test_a_model_that_transformers_saved_gives_the_same_logits(transformers, tmp_path, how):
+    torch.manual_seed(4)
+    sizes = {"vocab_size": 70, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    for parameter in theirs.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    if how.get("half"):
+        theirs.half()
+    saved = theirs.transformer if how.get("bare") else theirs
+    saved.save_pretrained(tmp_path, **{key: how[key] for key in how if key == "max_shard_size"})
+    assert len([*tmp_path.glob("*.safetensors")]) > 1 or "max_shard_size" not in how
+    found = exchange.read(f"{tmp_path}", reader.read)
+    ours = gpt.build(gpt.Config(**found.config), seed=0).eval()
+    ours.load_state_dict(found.weights)
+    assert_same_logits(theirs.float(), ours)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(transformers, tmp_path_factory):
+    """Return kind -> tokenizer, which transformers has read, and has saved again."""
+    folder, found = tmp_path_factory.mktemp("tokenizers"), {}
+    for kind in ("char", "byte"):
+        exchange.write(of(kind)[1], "hf", f"{folder / kind}")
+        found[kind] = transformers.AutoTokenizer.from_pretrained(folder / kind)
+        found[kind].save_pretrained(folder / kind)
+        assert exchange.read(f"{folder / kind}", reader.read).vocabulary == VOCABULARIES[kind]
+    return found
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(VOCABULARIES["char"]["chars"], min_size=1))
+def test_transformers_encodes_characters_as_chardata_does(tokenizers, text):
+    ids = chardata.encode(text, **VOCABULARIES["char"]).tolist()
+    assert tokenizers["char"](text)["input_ids"] == ids and tokenizers["char"].decode(ids) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_transformers_encodes_bytes_as_chardata_does(tokenizers, text):
+    assert tokenizers["byte"](text)["input_ids"] == list(text.encode())
+    assert tokenizers["byte"].decode(list(text.encode())) == text
+
+
+def test_a_character_outside_the_vocabulary_is_an_error_in_transformers_too(tokenizers):
+    with pytest.raises(Exception, match="vocabulary"):
+        tokenizers["char"]("Z")
+
+
+@pytest.mark.parametrize(
+    "format, arch", [("nanogpt", "gpt2"), ("safetensors", "gpt2"), ("safetensors", "modern")]
+)
+def test_an_exported_model_is_imported_unchanged(tmp_path, format, arch):
+    model = of("char", arch)[1]
+    exchange.write(model, format, f"{tmp_path / 'file'}")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert same_model(exchange.read(f"{tmp_path / 'file'}", reader.read), model)
+
+
+def nano(tmp_path: Path) -> dict[str, Any]:
+    exchange.write(of("char")[1], "nanogpt", f"{tmp_path / 'mine'}")
+    return torch.load(tmp_path / "mine" / "ckpt.pt", weights_only=True)
+
+
+def test_an_exported_nanogpt_file_has_the_names_and_shapes_of_nanogpt(tmp_path):
+    state, c = nano(tmp_path), 32
+    layer = {
+        "ln_1": (c,),
+        "attn.c_attn": (3 * c, c),
+        "attn.c_proj": (c, c),
+        "ln_2": (c,),
+        "mlp.c_fc": (4 * c, c),
+        "mlp.c_proj": (c, 4 * c),
+    }
+    expected = {
+        "transformer.wte.weight": (12, c),
+        "transformer.wpe.weight": (24, c),
+        "lm_head.weight": (12, c),
+        "transformer.ln_f.weight": (c,),
+        "transformer.ln_f.bias": (c,),
+    }
+    for i, (name, shape) in itertools.product(range(3), layer.items()):
+        expected |= {
+            f"transformer.h.{i}.{name}.weight": shape,
+            f"transformer.h.{i}.{name}.bias": shape[:1],
+        }
+    assert {name: tuple(weight.shape) for name, weight in state["model"].items()} == expected
+    assert state["model_args"] == {
+        "n_layer": 3,
+        "n_head": 4,
+        "n_embd": c,
+        "block_size": 24,
+        "bias": True,
+        "vocab_size": 12,
+        "dropout": 0.0,
+    }
+
+
+def test_the_sampling_of_nanogpt_finds_the_characters_and_no_code(tmp_path):
+    """sample.py looks for data/DATASET/meta.pkl, with the name DATASET from the checkpoint."""
+    assert nano(tmp_path)["config"] == {"dataset": "mine"}
+    pickled = (tmp_path / "mine" / "meta.pkl").read_bytes()
+    assert not {op.name for op, *_ in pickletools.genops(pickled)} & {
+        "GLOBAL",
+        "STACK_GLOBAL",
+        "INST",
+        "REDUCE",
+    }
+    chars, meta = VOCABULARIES["char"]["chars"], pickle.loads(pickled)
+    assert (
+        [meta["stoi"][char] for char in chars]
+        == [*range(meta["vocab_size"])]
+        == [*range(len(chars))]
+    )
+    assert "".join(map(meta["itos"].get, range(len(chars)))) == chars
+    for kind in ("byte", "ids"):
+        exchange.write(of(kind)[1], "nanogpt", f"{tmp_path / kind}")
+        assert [path.name for path in (tmp_path / kind).iterdir()] == ["ckpt.pt"]
+
+
+def test_a_checkpoint_as_nanogpt_saves_it_is_read(tmp_path):
+    """It is compiled and has masks as buffers, an optimizer and a config, and no vocabulary."""
+    state = nano(tmp_path)
+    state["model"] = {f"_orig_mod.{name}": weight for name, weight in state["model"].items()}
+    state["model"]["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24).tril()
+    more = {
+        "optimizer": {"state": {0: {"step": torch.tensor(5.0)}}},
+        "iter_num": 5,
+        "best_val_loss": torch.tensor(2.0),
+    }
+    del state["vocabulary"]
+    torch.save(
+        {**state, **more, "config": {"dataset": "any", "compile": True}}, tmp_path / "ckpt.pt"
+    )
+    assert same_model(
+        exchange.read(f"{tmp_path}", reader.read),
+        of("char")[1]._replace(vocabulary=VOCABULARIES["ids"]),
+    )
+
+
+def test_a_nanogpt_without_biases_gets_zero_biases(tmp_path):
+    state, model = nano(tmp_path), of("char")[1]
+    state["model"] = {
+        name: weight for name, weight in state["model"].items() if not name.endswith("bias")
+    }
+    torch.save(state, tmp_path / "ckpt.pt")
+    weights = {
+        n: torch.zeros_like(w) if n.endswith("bias") else w for n, w in model.weights.items()
+    }
+    assert same_model(exchange.read(f"{tmp_path}", reader.read), model._replace(weights=weights))
+
+
+class Intruder:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self.target}'",)
+
+
+def test_code_in_a_nanogpt_file_is_not_run_and_the_error_says_what_to_do(text, tmp_path):
+    state, intruder = nano(tmp_path), Intruder()
+    intruder.target = tmp_path / "the code has run"
+    torch.save({**state, "config": intruder}, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match="If you trust the file"):
+        exchange.read(f"{tmp_path}", reader.read)
+    begin = ["--data", text, "--out", tmp_path / "out", "--init-from", tmp_path / "ckpt.pt"]
+    mistaken(run(*begin), "ckpt.pt", "system", "torch.save its 'model' and 'model_args' alone")
+    assert not intruder.target.exists() and not (tmp_path / "out").exists()
+    torch.load(tmp_path / "ckpt.pt", weights_only=False)
+    assert intruder.target.exists()  # the file does contain code that would run
+
+
+WRONG = {
+    "another activation": ({"activation_function": "relu"}, {}, "activation_function is 'relu'"),
+    "another norm": ({"layer_norm_epsilon": 1e-6}, {}, "layer_norm_epsilon is 1e-06"),
+    "another model": ({"model_type": "llama"}, {}, "model_type is 'llama'"),
+    "heads that are not a number": ({"n_head": "4"}, {}, "heads is '4'"),
+    "a weight is missing": (
+        {},
+        {"transformer.h.1.mlp.c_fc.bias": None},
+        "transformer.h.1.mlp.c_fc.bias is missing",
+    ),
+    "a weight too many": (
+        {},
+        {"transformer.h.1.extra": torch.ones(1)},
+        "transformer.h.1.extra is not a weight",
+    ),
+    "a head of its own": ({}, {"lm_head.weight": torch.ones(12, 32)}, "lm_head.weight differs"),
+    "not finite": (
+        {},
+        {"transformer.ln_f.bias": torch.full((32,), math.nan)},
+        "transformer.ln_f.bias is not a tensor of finite",
+    ),
+    "whole numbers": (
+        {},
+        {"transformer.ln_f.bias": torch.ones(32).long()},
+        "transformer.ln_f.bias is not a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_model_that_is_not_gpt2_is_refused(tmp_path, name):
+    safetensors = pytest.importorskip("safetensors.torch")
+    told, changed, said = WRONG[name]
+    exchange.write(of("char")[1], "hf", f"{tmp_path / 'hf'}")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
+    weights = {**safetensors.load_file(tmp_path / "hf" / "model.safetensors"), **changed}
+    weights = {key: weight for key, weight in weights.items() if weight is not None}
+    safetensors.save_file(weights, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        exchange.read(f"{tmp_path / 'hf'}", reader.read)
+    assert str(caught.value).startswith(f"{tmp_path / 'hf'}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("format", ["hf", "nanogpt"])
+def test_another_architecture_is_exported_as_safetensors_only(done, tmp_path, format):
+    export = ["export", done("modern")[1], "-o", tmp_path / "a", "--format"]
+    mistaken(
+        run(*export, format), f"--format {format}", "--arch gpt2 only", "modern", "safetensors"
+    )
+    assert run(*export, "safetensors").code == 0
+    mistaken(run(*export, "safetensors"), tmp_path / "a", "exists")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.fixture(scope="module")
+def exported(done, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    ran = run("export", done("gpt2")[1], "--format", "hf", "-o", folder / "hf")
+    assert ran.code == 0 and ran.err == "", ran
+    return folder / "hf"
+
+
+@pytest.fixture(scope="module")
+def further(exported, text, tmp_path_factory):
+    """Train from an exported model, on a text that lacks some of its characters."""
+    folder = tmp_path_factory.mktemp("further")
+    (folder / "text.txt").write_text(text.read_text().replace("w", "").replace("\n", " "))
+    flags = [
+        "--data",
+        folder / "text.txt",
+        "--batch-size",
+        8,
+        "--dtype",
+        "float32",
+        "--lr",
+        1e-3,
+        "--dropout",
+        0.1,
+    ]
+    flags += ["--init-from", exported, "--log-every", 1, "--save-every", 5, "--eval-every", 10]
+    ran = run(*flags, "--steps", 10, "--out", folder / "out", "--dropout", 0)
+    assert ran.code == 0 and ran.err == "", ran
+    return flags, folder / "out"
+
+
+def test_training_continues_from_the_loss_that_transformers_computes(
+    transformers, exported, further
+):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    flags, out = further
+    ids = np.array(tokenizer(flags[1].read_text())["input_ids"])
+    train, _ = chardata.split((ids,), 0.1)
+    ((x, y),), _ = next(chardata.steps(chardata.BatchPlan(train, 16, 8)))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
+    assert dict(losses(out))[1] == pytest.approx(float(loss), rel=1e-5)
+    assert losses(out)[-1][1] < float(loss) < 0.9 * math.log(18)
+    assert (
+        state(out)["vocabulary"]["chars"]
+        == exchange.read(f"{exported}", reader.read).vocabulary["chars"]
+    )
+
+
+def test_a_run_from_an_imported_model_resumes_without_the_model(exported, further, tmp_path):
+    flags, _ = further
+    begin = [*flags, "--init-from", shutil.copytree(exported, tmp_path / "hf")]
+    for steps, out, args in [
+        (4, "once", begin),
+        (2, "twice", begin),
+        (4, "twice", ["--log-every", 1]),
+    ]:
+        if args is not begin:
+            shutil.rmtree(tmp_path / "hf")
+        ran = run(*args, "--steps", steps, "--out", tmp_path / out)
+        assert ran.code == 0, ran
+    assert same_training(tmp_path / "once", tmp_path / "twice")
+    mistaken(
+        run(*flags, "--out", tmp_path / "once"),
+        f"--init-from {exported}",
+        f"--init-from {tmp_path / 'hf'}",
+    )
+
+
+def test_two_ranks_start_from_the_same_imported_model(further, tmp_path):
+    flags, out = further
+    ran = run(*flags, "--dropout", 0, "--steps", 10, "--out", tmp_path, "--spawn", 2)
+    assert ran.code == 0, ran
+    assert dict(losses(tmp_path))[1] == pytest.approx(dict(losses(out))[1], rel=1e-5)
+
+
+def test_a_run_starts_from_an_out_folder_with_unchanged_weights(done, text, tmp_path):
+    source = done("modern")[1]
+    ran = run(
+        "--data",
+        text,
+        "--init-from",
+        source,
+        "--out",
+        tmp_path,
+        "--steps",
+        1,
+        "--lr",
+        1e-9,
+        "--dtype",
+        "float32",
+    )
+    assert ran.code == 0, ran
+    assert state(tmp_path)["vocabulary"] == state(source)["vocabulary"]
+    torch.testing.assert_close(state(tmp_path)["model"], state(source)["model"], rtol=0, atol=1e-8)
+
+
+CONTRADICTIONS = {
+    "layers": (["--layers", 3], ["--layers 3", "--layers 1"]),
+    "window": (["--block-size", 8], ["--block-size 8", "--block-size 16"]),
+    "architecture": (["--arch", "modern"], ["--arch modern", "--arch gpt2"]),
+    "tokens": (["--tokenizer", "byte"], ["--tokenizer byte", "--tokenizer char"]),
+    "another text": (["--data", ROOT / "README.md"], ["README.md", "is not among the 18"]),
+    "no model": (["--init-from", ROOT / "tests"], [ROOT / "tests", "config.json", "ckpt.pt"]),
+    "an empty file": (
+        ["--init-from", ROOT / "extras" / "__init__.py"],
+        ["__init__.py", "torch.save"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_flag_that_contradicts_an_imported_model_is_an_error_of_one_line(
+    exported, text, tmp_path, name
+):
+    more, said = CONTRADICTIONS[name]
+    mistaken(run("--init-from", exported, "--data", text, *more, "--out", tmp_path / "out"), *said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_imported_run_is_not_overwritten(done, text, tmp_path):
+    out = shutil.copytree(done("gpt2")[1], tmp_path / "out")
+    beginning = ["--init-from", out, "--data", text, "--fresh", "--out", f"{tmp_path}/./out"]
+    mistaken(run(*beginning), "--init-from", "is the folder of --out")
+    assert checkpoints(out)
+
+
+def test_ids_must_be_in_the_vocabulary_of_the_imported_model(tmp_path):
+    exchange.write(of("ids")[1], "nanogpt", f"{tmp_path / 'a'}")
+    begin = ["--init-from", tmp_path / "a", "--steps", 1, "--out", tmp_path / "out", "--data"]
+    for name, top in (("fitting.npy", 99), ("larger.npy", 100)):
+        np.save(tmp_path / name, np.arange(3000, dtype=np.uint16) % (top + 1))
+    mistaken(run(*begin, tmp_path / "larger.npy"), "larger.npy", "id 100", "ends at 99")
+    ran = run(*begin, tmp_path / "fitting.npy")
+    assert ran.code == 0 and state(tmp_path / "out")["vocabulary"]["vocab"] == 100, ran
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_weights_with_few_bits_are_checked_too(dtype):
+    exchange.check_weights({"w": torch.ones(2).to(dtype)})
+    with pytest.raises(ValueError, match="w is not a tensor of finite numbers"):
+        exchange.check_weights({"w": torch.full((2,), math.nan).to(dtype)})

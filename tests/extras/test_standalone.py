@@ -1,0 +1,119 @@
+"""Each extra works when it is copied alone, and imports no other file of this project."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from conftest import ENVIRONMENT, ROOT, ahead
+
+# What a user who copied one extra could run first. "ckpt" is copied too, where it is an argument.
+USES = {
+    "plot": """
+        import sys
+        run = plot.parse("a/b", '{"step": 1, "tokens": 9, "loss": 2.0}\\n{', "{}")
+        assert plot.labels([run]) == ["b"] and plot.curve(run, "tokens", "loss") == ([9], [2.0])
+        assert "torch" not in sys.modules
+    """,
+    "commands": """
+        import sys, click
+        cli = click.Group()
+        commands.add_commands(cli, *[None] * 4)
+        assert sorted(cli.commands) == ["export", "info", "plot"]
+        assert not {"torch", "numpy", "matplotlib"} & sys.modules.keys()
+    """,
+    "describe": """
+        import torch
+        state = {"model": {"w": torch.ones(3)}, "optimizers": []}
+        entry = type("Entry", (), {"name": "step-1"})
+        assert describe.verify_all([entry], lambda _: state) == (state, ["step-1  verified, 0.0 MB"])
+    """,
+    "profiling": """
+        assert list(profiling.traced(range(9), 2, "trace.json")) == list(range(9))
+        assert "ProfilerStep#2" in open("trace.json").read()
+    """,
+    "board": """
+        import glob
+        board.write(board.open_board("out", start=0), {"step": 1, "loss": 2.0})
+        (events,) = glob.glob("out/events*")
+        assert b"loss" in open(events, "rb").read()
+    """,
+    "reader": """
+        import torch
+        torch.save({"w": torch.ones(3)}, "w.pt")
+        with open("w.pt", "rb") as file:
+            assert reader.read(file)["w"].tolist() == [1, 1, 1]
+    """,
+    "tokenizer": """
+        model = '{"type": "WordLevel", "vocab": {"a": 3}, "unk_token": "a"}'
+        text = '{"version": "1.0", "added_tokens": [], "model": ' + model + "}"
+        assert tokenizer.size(text) == 4
+        assert tokenizer.encode("a", "tokenizer", text).tolist() == [3]
+        assert "".join(tokenizer.decode([3], "tokenizer", text)) == "a"
+    """,
+    "sharded": """
+        import functools, glob, torch, torch.distributed as dist
+        import ckpt
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = torch.nn.Linear(2, 3)
+        sharded.save(".", model, [], sharded.group(".", 9.0), 4, None, 1, ckpt, step=4)()
+        (path,) = glob.glob("step-*")
+        assert sharded.verify_shards(path, 0, 1, ckpt.sha256) == ""
+        state = sharded.load(path, functools.partial(torch.load, weights_only=True), ckpt.sha256)
+        assert state["step"] == 4 and torch.equal(state["model"]["weight"], model.weight)
+    """,
+    "exchange": """
+        import torch
+        weights = {"embedding.weight": torch.ones(5, 4), "blocks.0.qkv.weight": torch.ones(12, 4)}
+        config = dict(arch="any", vocab=5, block_size=7, layers=1, heads=2, embd=4)
+        vocabulary = {"kind": "char", "chars": "abcde"}
+        exchange.write(exchange.Model(config, vocabulary, weights), "safetensors", "a")
+        found = exchange.read("a", None)
+        assert found.config == config
+        assert torch.equal(found.weights["embedding.weight"], weights["embedding.weight"])
+    """,
+}
+EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return a function: name -> the process that used the extra in a folder with only its file."""
+
+    def use(name: str) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copy(ROOT / "extras" / f"{name}.py", folder)
+        if "import ckpt" in USES[name]:
+            shutil.copy(ROOT / "ckpt.py", folder)
+        lines = [
+            f"import {name}",
+            *(line.removeprefix(" " * 8) for line in USES[name].splitlines()),
+        ]
+        env = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONPATH"}
+        command = [sys.executable, "-c", "\n".join(lines)]
+        return subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=90
+        )
+
+    with ahead(**{name: partial(use, name) for name in USES}) as begun:
+        yield lambda name: begun[name].result()
+
+
+@pytest.mark.parametrize("name", USES)
+def test_an_extra_that_is_copied_alone_works(alone, name):
+    ended = alone(name)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_an_extra_imports_no_other_file_of_this_project(name):
+    ours = {*EXTRAS, "extras", *(path.stem for path in ROOT.glob("*.py"))}
+    assert {"sharded", "ckpt", "run"} <= ours
+    for node in ast.walk(ast.parse((ROOT / "extras" / f"{name}.py").read_text())):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = (
+                [a.name for a in node.names] if isinstance(node, ast.Import) else [f"{node.module}"]
+            )
+            assert not ours & {module.split(".")[0] for module in modules}, ast.unparse(node)

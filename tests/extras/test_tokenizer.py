@@ -1,0 +1,355 @@
+"""Tests of extras/tokenizer.py and of --tokenizer FILE.json."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from conftest import ENVIRONMENT, ROOT, TINY, checkpoints, run, same_training, state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+tokenizers = pytest.importorskip("tokenizers")
+import chardata  # noqa: E402
+from extras import exchange, reader, tokenizer  # noqa: E402
+
+README = (ROOT / "README.md").read_text()
+GPT4 = (  # the pattern at which the tokenizers of GPT-4 and Llama 3 split text
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def trained(pattern: str = "", size: int = 400) -> str:
+    """Return the tokenizer.json of a byte-level BPE, with GPT-2's or another pattern."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level]) if pattern else level
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([README, "héllo 😀 漢字 wörld\n" * 9], trainer)
+    return made.to_str()
+
+
+WORDS = {"GPT-2": trained(), "GPT-4": trained(GPT4)}
+
+
+def ids(text: str, words: str) -> list[int]:
+    """Return the ids of a whole text, as the package computes them."""
+    return tokenizers.Tokenizer.from_str(words).encode(text, add_special_tokens=False).ids
+
+
+def raw(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def encoded(cache, texts: list[str], words: str) -> np.ndarray:
+    """Return the ids of texts that are first written to files."""
+    files = [cache.parent.parent / f"{i}.txt" for i in range(len(texts))]
+    for file, text in zip(files, texts):
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return np.load(tokenizer.encode_files([*map(str, files)], words, f"{cache}"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path / 'cache'}")
+    monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", f"{tmp_path / 'cache'}")
+    return tmp_path / "cache" / "ddpkit"
+
+
+# ----------------------------------------------------------------------------------------- encoding
+
+ANY = st.text(st.sampled_from("ab é漢1²'s.,!-\n\r\t 😀_"), max_size=30)
+
+
+@pytest.mark.parametrize("name", WORDS)
+@settings(max_examples=300, deadline=None)
+@given(left=ANY, right=ANY)
+def test_a_text_cut_before_a_space_between_letters_has_the_same_tokens(name, left, right):
+    left, right = f"{left}x", f" y{right}"
+    assert ids(left, WORDS[name]) + ids(right, WORDS[name]) == ids(left + right, WORDS[name])
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=ANY.map(lambda text: 5 * text), piece=st.integers(1, 40))
+def test_the_pieces_are_the_text(text, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "PIECE", piece)
+        assert "".join(tokenizer.cut(raw(text))) == text
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_text_in_many_pieces_has_the_ids_of_the_whole_text(monkeypatch, cache, name):
+    monkeypatch.setattr(tokenizer, "PIECE", 2000)  # each has a space between two letters
+    found = encoded(cache, [README, "", "and more"], WORDS[name])
+    assert len([*tokenizer.cut(raw(README))]) > 5
+    assert found.dtype == np.uint16 and found.tolist() == ids(README, WORDS[name]) + ids(
+        "and more", WORDS[name]
+    )
+
+
+def test_a_byte_that_is_not_utf8_is_an_error_with_its_place(monkeypatch, cache):
+    monkeypatch.setattr(tokenizer, "PIECE", 7)
+    with pytest.raises(UnicodeError, match=r"0\.txt: byte 0xe9 at 13 is not UTF-8"):
+        encoded(cache, ["é123456789é".encode() + b"\xe9 abc"], WORDS["GPT-2"])
+    assert not [*cache.glob("*/tokens*")]
+
+
+def test_files_are_encoded_once_whoever_asks_and_again_if_they_change(monkeypatch, cache, tmp_path):
+    encode, begun = tokenizer._ids, []
+    monkeypatch.setattr(tokenizer, "_ids", lambda *args: begun.append(1) or encode(*args))
+    file = tmp_path / "a.txt"
+    file.write_text(README)
+
+    def ask(words: str = WORDS["GPT-2"]) -> str:
+        return tokenizer.encode_files([f"{file}"], words, f"{cache}")
+
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask) for _ in range(4)]
+        assert len({future.result() for future in asked}) == len(begun) == 1
+    ask(WORDS["GPT-4"])
+    file.write_text(f"{README}b")
+    assert np.load(ask()).tolist() == ids(f"{README}b", WORDS["GPT-2"])
+    status = file.stat()
+    file.write_text(f"{README}c")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # of the same size
+    assert np.load(ask()).tolist() == ids(f"{README}c", WORDS["GPT-2"])
+    assert len(begun) == len([*cache.glob("*/tokens.npy")]) == 4
+
+
+def test_two_processes_encode_the_same_file_once(cache, tmp_path):
+    """The second waits for the lock of the first, and takes it over if the first is killed."""
+    (tmp_path / "a.txt").write_text(README)
+    path = tokenizer.encode_files([f"{tmp_path / 'a.txt'}"], WORDS["GPT-2"], f"{cache}")
+    expected = np.load(path).tolist()
+    os.unlink(path)
+    hold = "import sys, time, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire();"
+    hold += "print('held', flush=True); time.sleep(60)"
+    lock = os.path.join(os.path.dirname(path), ".lock")
+    holder = subprocess.Popen([sys.executable, "-c", hold, lock], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            tokenizer.encode_files, [f"{tmp_path / 'a.txt'}"], WORDS["GPT-2"], f"{cache}"
+        )
+        time.sleep(0.5)
+        assert not waiting.done() and not os.path.exists(path)
+        holder.kill()
+        assert waiting.result(timeout=20) == path
+    holder.wait()
+    assert np.load(path).tolist() == expected and expected
+
+
+def test_no_files_mean_the_default_text(cache):
+    corpus = tokenizer.read_corpus(chardata, [], "none", WORDS["GPT-2"], None)
+    assert corpus.tokens[0].tolist() == ids(chardata.default_text(), WORDS["GPT-2"])
+    assert (corpus.kind, corpus.vocab, corpus.chars) == ("tokenizer", 448, WORDS["GPT-2"])
+    with pytest.raises(ValueError, match="empty"):
+        tokenizer.encode_files([], WORDS["GPT-2"], f"{cache}")
+
+
+def test_empty_files_are_an_error(cache):
+    with pytest.raises(ValueError, match=r"0\.txt: is empty"):
+        encoded(cache, [""], WORDS["GPT-2"])
+
+
+def test_ids_that_do_not_fit_into_two_bytes_have_four(cache):
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 70000}, "unk_token": "a"}
+    words = json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+    assert tokenizer.size(words) == 70001
+    found = encoded(cache, ["b"], words)
+    assert found.dtype == np.uint32 and found.tolist() == [70000]
+
+
+def test_the_truncation_and_padding_of_a_tokenizer_are_switched_off():
+    made = tokenizers.Tokenizer.from_str(WORDS["GPT-2"])
+    made.enable_truncation(5)
+    made.enable_padding(length=9)
+    assert tokenizer.encode(README[:99], "tokenizer", made.to_str()).tolist() == ids(
+        README[:99], WORDS["GPT-2"]
+    )
+
+
+# ----------------------------------------------------------------------------------------- decoding
+
+CHARACTERS = st.text(st.sampled_from("ab é漢字😀\n"), min_size=1, max_size=20)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=CHARACTERS)
+def test_decoding_ids_one_by_one_gives_the_text(text):
+    found = tokenizer.encode(text, "tokenizer", WORDS["GPT-2"]).tolist()
+    pieces = [*tokenizer.decode(found, "tokenizer", WORDS["GPT-2"])]
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_text_after_invalid_characters_is_decoded():
+    broken = [*ids("漢", WORDS["GPT-2"])[:1] * 9, *ids("and then", WORDS["GPT-2"])]
+    assert "".join(tokenizer.decode(broken, "tokenizer", WORDS["GPT-2"])).endswith("then")
+
+
+# -------------------------------------------------------------------------------------- the program
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Return (the flags of a run, its tokenizer.json, its text)."""
+    path, text = tmp_path / "tokenizer.json", tmp_path / "text.txt"
+    path.write_text(WORDS["GPT-2"])
+    text.write_text(README + "héllo 😀 漢字 wörld\n" * 9)
+    flags = [
+        *TINY,
+        "--arch",
+        "gpt2",
+        "--dropout",
+        0.1,
+        "--log-every",
+        1,
+        "--steps",
+        6,
+        "--save-every",
+        3,
+    ]
+    return [*flags, "--data", text, "--tokenizer", path], path, text
+
+
+def mistaken(ran, *said):
+    assert ran.code == 2 and ran.err.startswith("Error: ") and ran.err.count("\n") == 1, ran
+    assert [str(part) for part in said if str(part) not in ran.err] == [], ran.err
+
+
+def test_a_run_with_a_tokenizer_continues_without_the_file(made, cache, tmp_path):
+    flags, path, text = made
+    out = tmp_path / "out"
+    ran = run(*flags, "--out", out, "--spawn", 2)
+    assert ran.code == 0 and ran.err == "", ran
+    saved, (tokens,) = state(out), cache.glob("*/tokens.npy")
+    assert saved["vocabulary"] == {
+        "vocab": 448,
+        "kind": "tokenizer",
+        "chars": WORDS["GPT-2"],
+    }  # of 400, by 64
+    assert np.load(tokens).tolist() == ids(text.read_text(), WORDS["GPT-2"])
+
+    path.write_text(json.dumps(json.loads(trained(size=300))))
+    mistaken(
+        run(*flags, "--out", out, "--steps", 9),
+        f"--tokenizer {path}",
+        "not the tokenizer of",
+        "--fresh",
+    )
+    mistaken(
+        run(*flags, "--out", out, "--steps", 9, "--tokenizer", "char"),
+        "--tokenizer char contradicts",
+    )
+    path.write_text(json.dumps(json.loads(WORDS["GPT-2"]), indent=7))  # the same, written otherwise
+    assert run(*flags, "--out", out, "--steps", 7).code == 0
+    path.unlink()
+    shutil.rmtree(cache)
+    again = run("--out", out, "--steps", 8)
+    assert again.code == 0 and state(out)["step"] == 8, again
+
+    greedy = run(
+        "sample",
+        "--out",
+        out,
+        "--prompt",
+        "The héllo 😀",
+        "--max-new-tokens",
+        5,
+        "--temperature",
+        0,
+    )
+    assert greedy.code == 0 and greedy.out.startswith("The héllo 😀"), greedy
+    told = run("eval", "--out", out, "--data", text)
+    pattern = r"loss ([\d.]+) nats per token, ([\d.]+) bits per token.* over ([\d,]+) tokens"
+    nats, bits, count = (float(n.replace(",", "")) for n in re.findall(pattern, told.out)[0])
+    assert count == len(ids(text.read_text(), WORDS["GPT-2"])) - 1
+    assert bits == pytest.approx(nats / np.log(2), rel=1e-3)
+    assert "448 tokens of kind tokenizer" in run("info", out).out
+
+
+def test_an_exported_model_has_the_tokenizer_and_training_starts_from_it(made, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    flags, path, text = made
+    assert run(*flags, "--out", tmp_path / "out").code == 0
+    ran = run("export", tmp_path / "out", "--format", "hf", "-o", tmp_path / "hf")
+    assert ran.code == 0 and ran.err == "", ran
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    some = "The héllo 😀 漢字\n\n  x = 1\n"
+    assert (
+        theirs(some)["input_ids"] == ids(some, WORDS["GPT-2"])
+        and theirs.decode(ids(some, WORDS["GPT-2"])) == some
+    )
+    found = exchange.read(f"{tmp_path / 'hf'}", reader.read).vocabulary
+    assert found["kind"] == "tokenizer" and json.loads(found["chars"]) == json.loads(WORDS["GPT-2"])
+
+    begin = [
+        "--init-from",
+        tmp_path / "hf",
+        "--data",
+        text,
+        "--steps",
+        2,
+        "--log-every",
+        1,
+        "--dtype",
+        "float32",
+    ]
+    for name, more in {"its own": [], "the same": ["--tokenizer", path]}.items():
+        assert run(*begin, *more, "--out", tmp_path / name).code == 0
+        assert state(tmp_path / name)["vocabulary"]["vocab"] == 448
+    assert same_training(tmp_path / "its own", tmp_path / "the same")
+    path.write_text(trained(size=449))
+    mistaken(
+        run(*begin, "--tokenizer", path, "--out", tmp_path / "c"), path, "not the tokenizer of"
+    )
+
+    (
+        tmp_path / "hf" / "tokenizer.json"
+    ).unlink()  # a GPT-2 that says nothing of its tokens: of 448 it has to be
+    mistaken(run(*begin, "--tokenizer", path, "--out", tmp_path / "c"), "id 448", "ends at 447")
+    path.write_text(WORDS["GPT-2"])
+    assert run(*begin, "--tokenizer", path, "--out", tmp_path / "c").code == 0
+    assert not [*(tmp_path / "c").glob("*.damaged")] and len(checkpoints(tmp_path / "c")) == 1
+
+
+def test_ids_that_another_program_made_give_the_same_training(made, tmp_path):
+    flags, path, text = made
+    np.save(tmp_path / "ids.npy", np.array(ids(text.read_text(), WORDS["GPT-2"]), np.uint16))
+    ran = run(*flags, "--out", tmp_path / "a", "--data", tmp_path / "ids.npy")
+    assert ran.code == 0 and run(*flags, "--out", tmp_path / "b").code == 0, ran
+    assert same_training(tmp_path / "a", tmp_path / "b")
+
+
+WRONG = {
+    "no tokenizer": (["--tokenizer", "setup.cfg"], ["--tokenizer setup.cfg", "char", "byte"]),
+    "no such file": (["--tokenizer", "no/such.json"], ["no/such.json", "No such file"]),
+    "other JSON": (["--tokenizer", "other.json"], ["not a tokenizer.json"]),
+    "not text": (["--data", "latin.txt"], ["latin.txt", "0xe9 at 3", "UTF-8"]),
+    "too few ids": (["--vocab", 300], ["id 399", "ends at 299"]),
+    "no package": ([], ["pip install tokenizers"]),
+}
+
+
+def test_data_that_cannot_be_encoded_are_an_error_of_one_line(made, tmp_path):
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 99)
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "tokenizers.py").write_text("raise ImportError")
+    for name, (more, said) in WRONG.items():
+        more = [tmp_path / part if (tmp_path / f"{part}").exists() else part for part in more]
+        env = {"PYTHONPATH": f"{tmp_path / 'without'}"} if name == "no package" else {}
+        mistaken(run(*made[0], *more, "--out", tmp_path / "out", env=env), *said)
+    assert not (tmp_path / "out").exists()

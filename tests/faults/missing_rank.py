@@ -1,0 +1,42 @@
+"""Start ranks of which one does not reach a collective in which the others wait.
+
+    PYTHONPATH=. python tests/faults/missing_rank.py KIND MISSING SIZE
+
+KIND says what rank MISSING of SIZE ranks does instead. The test finds two lines by their comments.
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import ddp_setup
+
+
+def main(kind: str, missing: int) -> None:
+    """Run one rank. A ConnectionError is printed as one line, and the exit code is then 1."""
+    try:
+        with ddp_setup.process_group("cpu", timeout=3) as world:
+            dist.all_reduce(torch.ones(4))
+            if world.rank != missing:
+                dist.all_reduce(torch.ones(4))  # the line of the others
+            elif kind == "is in another":
+                ddp_setup.from_rank_zero(lambda: 0, world)  # the line of the missing rank
+            elif kind == "computes":
+                time.sleep(60)
+            # a rank that "has left" ends here
+            if kind == "is one behind":
+                dist.all_reduce(torch.ones(4))
+    except ConnectionError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        code = ddp_setup.spawn(main, int(sys.argv[3]), sys.argv[1], int(sys.argv[2]), timeout=10)
+    except ChildProcessError as error:
+        print(error, file=sys.stderr)
+        code = 1
+    sys.exit(code)

@@ -1,0 +1,126 @@
+"""Run run.py with a fault at one place, on one rank.
+
+    TEST_FAULT="forward raise 1 5" python tests/faults/sabotaged.py ARGUMENTS OF run.py
+
+This raises an exception on rank 1 in the 5th call of the model's forward pass. "5+" means: in the
+5th call and in all later calls. The rank can be "all". If TEST_FAULT_TIME is the name of a file,
+the time of the first fault (time.monotonic) is written to it.
+
+The patch is made whenever this file is imported, and not only when it is the main program, because
+the children of --spawn import it as their main module.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, f"{Path(__file__).resolve().parents[2]}")
+
+import chardata
+import ckpt
+import ddp_setup
+import gpt
+import loop
+import run
+
+PLACES: dict[str, tuple[Any, str]] = {  # the function in which the fault happens
+    "start": (dist, "init_process_group"),
+    "agreement": (ddp_setup, "any_rank"),
+    "reading": (chardata, "read"),
+    "forward": (gpt.GPT, "forward"),
+    "backward": (torch.Tensor, "backward"),
+    "collective": (dist, "all_reduce"),  # only the asynchronous ones, which loop.py starts
+    "snapshot": (ckpt, "snapshot"),
+    "writing": (ckpt, "save"),
+    "evaluation": (loop, "evaluate"),
+    "teardown": (dist, "destroy_process_group"),
+    "loss": (gpt, "loss"),
+}
+
+
+def slow(call: Callable[[], Any]) -> Any:
+    """Take ten times as long as the call."""
+    begin = time.monotonic()
+    result = call()
+    time.sleep(max(0.02, 9 * (time.monotonic() - begin)))
+    return result
+
+
+def fail(call: Callable[[], Any]) -> Any:
+    raise RuntimeError("sabotaged")
+
+
+def scale_loss(call: Callable[[], Any], factor: float) -> Any:
+    """Multiply the loss sum of gpt.loss, for example with NaN."""
+    total, terms = call()
+    return total * factor, terms
+
+
+FAULTS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "raise": fail,
+    "exit": lambda call: os._exit(7),
+    "leave": lambda call: sys.exit(7),
+    "kill": lambda call: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda call: (os.kill(os.getpid(), signal.SIGSTOP), call())[1],
+    "slow": slow,
+    "pause": lambda call: (time.sleep(0.15), call())[1],
+    "nan": lambda call: scale_loss(call, float("nan")),
+    "inf": lambda call: scale_loss(call, float("inf")),
+}
+place, what, rank, at = os.environ["TEST_FAULT"].split()
+calls = count(1)
+
+
+def is_faulty() -> bool:
+    """Count a call; return whether it is one that fails on this rank."""
+    number = next(calls)
+    now = number == int(at.rstrip("+")) or at.endswith("+") and number > int(at[:-1])
+    now = now and rank in ("all", os.environ.get("RANK", "0"))
+    time_file = os.environ.get("TEST_FAULT_TIME")
+    if now and time_file and not os.path.exists(time_file):
+        Path(time_file).write_text(f"{time.monotonic()}")
+    return now
+
+
+def sabotage(owner: Any, name: str) -> None:
+    """Replace a function by one that fails in the calls that TEST_FAULT names."""
+    original = getattr(owner, name)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        call = partial(original, *args, **kwargs)
+        counted = place != "collective" or kwargs.get("async_op")
+        return FAULTS[what](call) if counted and is_faulty() else call()
+
+    setattr(owner, name, wrapper)
+
+
+def with_faulty_gradient(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return gpt.build for models in which the gradient of one parameter is not finite."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(gradient, float(what)) if is_faulty() else gradient
+
+        model = build(*args, **kwargs)
+        next(model.parameters()).register_hook(hook)
+        return model
+
+    return wrapper
+
+
+if place == "gradient":
+    gpt.build = with_faulty_gradient(gpt.build)
+else:
+    sabotage(*PLACES[place])
+
+if __name__ == "__main__":
+    run.main(run.command_line)
