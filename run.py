@@ -5,10 +5,10 @@ python run.py                                   train on a default text, in less
 python run.py --data mine.txt --spawn 4         start four processes on this machine
 torchrun --nproc-per-node 4 run.py --epochs 3   the same, started by torchrun
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
-python run.py eval --data other.txt             print its exact loss on a text
+python run.py eval --data other.txt             print the exact loss of that checkpoint on a text
 
 This file only composes: `train` is the whole job, in the order in which it happens. The modules
-ddp_setup, chardata, gpt, loop and ckpt do the work and know nothing of each other. The files in
+ddp_setup, chardata, gpt, loop and ckpt do the work and do not import each other. The files in
 extras/ are optional.
 """
 
@@ -60,7 +60,7 @@ def lazy_import(name: str) -> ModuleType:
 
 
 def extra(name: str) -> ModuleType:
-    """Import extras/NAME.py at its first use. If it or its package is missing, one line says so."""
+    """Import extras/NAME.py at its first use. FileNotFoundError if it or a package is missing."""
     try:
         return importlib.import_module(f"extras.{name}")
     except ImportError as error:
@@ -76,12 +76,13 @@ if TYPE_CHECKING:
     import ddp_setup
     import gpt
     import loop
-else:  # ddp_setup comes first: it must note the parent process before torch takes its second
+else:
     MODULES = [lazy_import(name) for name in "ddp_setup torch chardata gpt loop ckpt".split()]
     ddp_setup, torch, chardata, gpt, loop, ckpt = MODULES
 
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
+HOW_TO_CONTINUE = "To continue, give a higher --epochs or --steps; to start over, --fresh."
 EVAL_TOKENS = 8192  # in one batch of an evaluation: the fastest size on a CPU
 CLEAR_LINE = "\033[G\033[K"  # click removes it where the output is not a terminal
 
@@ -113,7 +114,7 @@ class Flags:
     )
     vocab: int | None = option(
         None,
-        "Vocabulary size of tokens that are ids, if not from the ids.",
+        "Vocabulary size for token files.  [default: from the highest id]",
         click.IntRange(1, 2**32),
     )
     tokenizer: str = option(
@@ -132,14 +133,20 @@ class Flags:
         None, "Start with the model of another run, of Hugging Face or of nanoGPT.", metavar="PATH"
     )
     epochs: int = option(1, "Passes over the training data.", COUNT)
-    steps: int | None = option(None, "Optimizer steps, if they end before the epochs.", COUNT)
+    steps: int | None = option(
+        None, "Most optimizer steps; --epochs can end the run earlier.", COUNT
+    )
     optimizer: str = option(
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
-    min_lr: float = option(0.0, "Learning rate at the last step.", FACTOR)
+    min_lr: float = option(
+        0.0, "Learning rate that the linear decay approaches at the end.", FACTOR
+    )
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
-    weight_decay: float = option(0.1, "Weight decay of matrices.", FACTOR)
+    weight_decay: float = option(
+        0.1, "Weight decay of all parameters except biases and norms.", FACTOR
+    )
     clip: float = option(1.0, "Largest gradient norm; 0 means no clipping.", FACTOR)
     accum: int = option(1, "Micro-batches per step on each rank; more need less memory.", COUNT)
     spawn: int | None = option(
@@ -191,10 +198,15 @@ SECTIONS = {
     "out": "Output",
 }
 # These flags define the model and the order of the data. They stay the same in a resumed run.
-PINNED = "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer"
+PINNED = set(
+    "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer "
+    "init_from".split()
+)
 # A resumed run does not take these flags from the checkpoint.
-NOT_SAVED = """spawn strategy device compile timeout out fresh log_every keep accum checkpoint
-    checkpoint_activations tensorboard profile"""
+NOT_RESTORED = set(
+    "spawn strategy device compile timeout out fresh log_every keep accum checkpoint "
+    "checkpoint_activations tensorboard profile".split()
+)
 
 
 # ------------------------------------------------------------------------------------------- train
@@ -203,11 +215,12 @@ NOT_SAVED = """spawn strategy device compile timeout out fresh log_every keep ac
 def train(flags: Flags, given: set[str]) -> int:
     """Train until the last step or a stop signal; return the exit code. Every rank runs this.
 
-    given: the names of the flags that the user set. The others come from the checkpoint, if there
-    is one.
+    given: the names of the flags that the user set, on the command line, in the environment or in a
+    file. A checkpoint has the others, except NOT_RESTORED.
     """
-    signals, errors = ddp_setup.stop_signals(), usage_errors()  # `errors` are reported by all ranks
+    signals, errors = ddp_setup.stop_signals(), usage_errors()
     group = ddp_setup.process_group(flags.device, flags.timeout)
+    # Inside the group, `errors` gives an error its exit code before a rank is chosen to report it.
     with usage_errors(), signals as asked, group as world, errors:
         first, share = world.rank == 0, {"rank": world.rank, "world_size": world.size}
         sharded = flags.checkpoint == "sharded" and world.size > 1
@@ -224,8 +237,7 @@ def train(flags: Flags, given: set[str]) -> int:
         digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
         plan, val_plan = plan_batches(flags, corpus, {digest, start.get("data", digest)})
         steps_per_epoch = chardata.steps_per_epoch(plan)
-        total = flags.epochs * steps_per_epoch
-        total = min(total, flags.steps or total)
+        total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
         check_flags(flags, world.size)
 
@@ -250,23 +262,20 @@ def train(flags: Flags, given: set[str]) -> int:
                 storage.restore_(state, replica, optimizers)
             scaler.load_state_dict(start.get("scaler") or scaler.state_dict())
         if start_step >= total:
-            text = (
-                f"is finished after {total} steps. To continue, give a higher --epochs or --steps"
-            )
-            say(f"The run in {flags.out} {text}; to start over, --fresh.") if first else None
+            if first:
+                say(f"The run in {flags.out} is finished: {start_step} steps. {HOW_TO_CONTINUE}")
             return DONE
 
-        # The --out folder. Nothing is written before this point.
+        # The --out folder. Nothing is written to it before this point.
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
         vocab = corpus.vocab if corpus.kind in ("ids", "tokenizer") else None
-        saved_flags = json.loads(without_password(json.dumps(vars(flags))))
-        saved_flags |= {"dtype": f"{dtype}".removeprefix("torch."), "vocab": vocab}
-        held: list[object] = []  # the lock of the folder, which lasts as long as this process
-        settings = (start_step, rejected, saved_flags | machine, held)
+        used_flags = json.loads(without_password(json.dumps(vars(flags))))
+        used_flags |= {"dtype": f"{dtype}".removeprefix("torch."), "vocab": vocab}
+        saved_config = {key: used_flags[key] for key in used_flags if key not in NOT_RESTORED}
+        held: list[object] = []  # the lock of the folder, until this function returns
+        rest = (start_step, rejected, used_flags | machine, held)
         with usage_errors(f"--out {flags.out}: "):
-            seconds = ddp_setup.from_rank_zero(
-                lambda: prepare_folder(flags, storage, *settings), world
-            )
+            seconds = ddp_setup.from_rank_zero(lambda: prepare_folder(flags, storage, *rest), world)
             if sharded:
                 storage.check_shared_folder(flags.out)
 
@@ -295,7 +304,7 @@ def train(flags: Flags, given: set[str]) -> int:
         writing: Future[object] | None = None
         collect_garbage_again()
         logged, began = start_step, time.perf_counter()
-        logged_at = began  # evaluations and saves move both times forward
+        logged_at = began  # the time of evaluations and saves is added to both
 
         def log(record: State) -> None:
             record["seconds"] = round(seconds + time.perf_counter() - PROCESS_START, 3)
@@ -337,7 +346,7 @@ def train(flags: Flags, given: set[str]) -> int:
                     chardata.verify_unchanged(corpus)
                     ddp_setup.wait_together(partial(wait_for_save, writing), world)
                     small = {"step": step, "data": digest, "scaler": scaler.state_dict()}
-                    small |= {"config": saved_flags, "vocabulary": vocabulary}
+                    small |= {"config": saved_config, "vocabulary": vocabulary}
                     state = storage.snapshot(replica, optimizers, **small)
                     if first or sharded:
                         args = (flags.out, state, step, val_loss, flags.keep)
@@ -346,18 +355,19 @@ def train(flags: Flags, given: set[str]) -> int:
                 began, logged_at = began + pause, logged_at + pause
                 if stopped or last:
                     break
-        except (ValueError, OSError, FloatingPointError):
-            wait_for_save(writing)  # the checkpoint that is being written is good
+        except loop.Diverged:  # on all ranks; the checkpoint that is being written is good
+            ddp_setup.wait_together(partial(wait_for_save, writing), world)
+            raise
+        except (ValueError, OSError):  # perhaps on this rank only
+            wait_for_save(writing)
             raise
         written = ddp_setup.from_rank_zero(lambda: wait_for_save(writing), world)
     if first and stopped:
-        say(
-            f"Stopped as asked after step {step} of {total}; the same command continues from there."
-        )
+        say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
     elif first:
         rate = (tokens_at(total) - tokens_at(start_step)) / (logged_at - began)
         quality = "no validation" if val_loss is None else f"validation loss {val_loss:.4f}"
-        say(f"Done: {total} steps, {quality}, {rate:,.0f} tokens/s; see {saved_flags['out']}.")
+        say(f"Done: {total} steps, {quality}, {rate:,.0f} tokens/s; see {flags.out}.")
         if not fsdp:
             say("A sample:")
             # Without "force_eager", each length of the context would be compiled.
@@ -370,17 +380,20 @@ def train(flags: Flags, given: set[str]) -> int:
 
 
 def open_storage(out: str, write_sharded: bool = False) -> ModuleType:
-    """Return the functions for checkpoints in `out`: ckpt.py, or an extra with the same ones."""
+    """Return ckpt.py for a local folder, else an extra with functions of the same names."""
     storage: ModuleType = ckpt
     if "://" in out:
-        storage = extra("remote").storage(ckpt)
+        storage = extra("remote").storage(ckpt, write_sharded)
     elif write_sharded or any(not e.name.endswith(".pt") for e in ckpt.list_checkpoints(out)):
         storage = extra("sharded").storage(ckpt, extra("reader").read, write_sharded)
     return storage
 
 
 def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
-    """Return the newest checkpoint that verifies ({} if none), and a line for each damaged one."""
+    """Return the newest checkpoint that verifies, and a line for each newer, damaged one.
+
+    ({}, []) if there is no checkpoint. ValueError if there are some, but none verifies.
+    """
     found, rejected = storage.newest(out)
     if not found:
         return {}, rejected
@@ -419,14 +432,14 @@ def find_start(
 def merge_saved_flags(flags: Flags, given: set[str], start: State) -> Flags:
     """Take flags that are not given from the checkpoint. ValueError if a given one contradicts it."""
     saved = start.get("config", {})
-    for name in given & saved.keys() & {*PINNED.split()}:
+    for name in given & saved.keys() & PINNED:
         ours, theirs, flag = getattr(flags, name), saved[name], f"--{name.replace('_', '-')}"
         if f"{ours}".endswith(".json") and f"{theirs}".endswith(".json"):
             continue  # extras/tokenizer.py compares the contents of the files
         if ours != theirs:
             made = f"{start['name']}, made with {flag} {theirs}"
             raise ValueError(f"{flag} {ours} contradicts {made}; leave it out, or use --fresh")
-    names = saved.keys() - given - {*NOT_SAVED.split()}
+    names = saved.keys() - given - NOT_RESTORED
     return replace(flags, **{name: saved[name] for name in names})
 
 
@@ -464,7 +477,7 @@ def plan_batches(
 
 
 def check_flags(flags: Flags, world_size: int) -> None:
-    """ValueError for flags that contradict each other or the number of ranks."""
+    """Raise ValueError for flags that contradict each other or the number of ranks."""
     if flags.batch_size < world_size:
         small = f"--batch-size {flags.batch_size}"
         raise ValueError(f"{small} is smaller than the number of ranks, {world_size}")
@@ -473,14 +486,14 @@ def check_flags(flags: Flags, world_size: int) -> None:
 
 
 def model_config(vocab: int, flags: State) -> gpt.Config:
-    """Return the sizes of the model that the flags describe."""
+    """Return the configuration of the model that the flags describe."""
     return gpt.Config(vocab, **{name: flags[name] for name in gpt.Config._fields[1:]})
 
 
 def replicate(
     model: gpt.GPT, flags: Flags, world: ddp_setup.World
 ) -> tuple[torch.nn.Module, ModuleType | None]:
-    """Distribute the model over the ranks; return the module to train, and the extra if in use."""
+    """Distribute the model; return the module to train, and extras/fsdp.py if that is in use."""
     if flags.strategy != "ddp" and world.size > 1:
         fsdp = extra("fsdp")
         return fsdp.shard_(model, world.size, world.device, [*model.blocks], flags.strategy), fsdp
@@ -515,7 +528,7 @@ def pick_dtype(flag: str, device: torch.device) -> str:
 
 
 def should_compile(flag: bool | None, device: torch.device, flops: float) -> bool:
-    """Whether to compile. Without a flag: on CUDA, and on a CPU if it wins back its 30 seconds.
+    """Whether to compile. Without a flag: on CUDA, and on a CPU if that saves more than it costs.
 
     flops: those of the whole run, so that a resumed run decides the same.
     """
@@ -533,7 +546,7 @@ def prepare_folder(
     config: State,
     held: list[object],
 ) -> float:
-    """Write the first files into --out; return the seconds that the run took before. For rank 0.
+    """Write the first files into --out; return the seconds that earlier starts took. For rank 0.
 
     Put the lock of the folder into `held`. Delete an old run for --fresh, set damaged checkpoints
     aside, and remove the metrics after `step`, because these steps are done again.
@@ -578,7 +591,7 @@ def wait_for_save(writing: Future[object] | None) -> bool:
 def say(text: str) -> None:
     """Print a line."""
     with warn_of_os_errors("output"):  # a full disk or a closed pipe must not end the training
-        click.echo(CLEAR_LINE + text)
+        click.echo(CLEAR_LINE + without_password(text))
 
 
 def draw(text: str) -> None:
@@ -621,7 +634,7 @@ def warn_of_os_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def usage_errors(subject: str = "") -> Iterator[None]:
-    """Turn errors about values, files and packages into one line after `subject`; exit code 2."""
+    """Raise click.UsageError, exit code 2, in place of errors about values, files and packages."""
     try:
         yield
     except ConnectionError:  # a rank was lost
@@ -687,11 +700,13 @@ DEVICE = click.option("--device", default="auto", metavar="auto|cpu|cuda|mps", h
 @click.command
 @OUT
 @DEVICE
-@click.option("--prompt", help="Text to continue; for bare ids, numbers.  [default: a new line]")
+@click.option("--prompt", help="Text to continue; of a model of token files, ids.")
 @click.option("--max-new-tokens", type=COUNT, default=500, help="Number of tokens to generate.")
 @click.option("--temperature", type=FACTOR, default=0.8, help="0: always the most probable token.")
 @click.option("--top-k", type=FROM_ZERO, default=0, help="Draw from K tokens; 0 means all.")
-@click.option("--top-p", type=PROBABILITY, default=1.0, help="Draw from those with probability P.")
+@click.option(
+    "--top-p", type=PROBABILITY, default=1.0, help="Draw from the most probable ones, P in total."
+)
 @click.option("--seed", type=SEED, help="To get the same text again.  [default: a new seed]")
 def sample(
     out: str,
@@ -726,7 +741,7 @@ def sample(
 @DEVICE
 @click.option("--data", metavar="PATH", help="As in training.  [default: its validation data]")
 def evaluate(out: str, device: str, data: str | None) -> None:
-    """Print the exact loss of the newest checkpoint, which predicts each token of a text once.
+    """Print the exact mean loss of the newest checkpoint over all tokens of a text but the first.
 
     \b
       python run.py eval --data other.txt
@@ -742,6 +757,8 @@ def evaluate(out: str, device: str, data: str | None) -> None:
                 f"--data {data}: is {corpus.kind}; the model needs {vocabulary['kind']}"
             )
         tokens = corpus.tokens if data else chardata.split(corpus.tokens, config["val_fraction"])[1]
+        if not tokens:
+            raise ValueError("the run has no validation data; name other data with --data")
         batch_size, vocab = max(1, EVAL_TOKENS // block_size), vocabulary["vocab"]
         plan = chardata.BatchPlan(tokens, block_size, batch_size, vocab=vocab)
         windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
@@ -759,7 +776,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
 # ------------------------------------------------------------------------------------ command line
 
 
-def start(**values: Any) -> None:
+def train_command(**values: Any) -> None:
     """Train a GPT on text, on one process or on many.
 
     \b
@@ -799,9 +816,9 @@ def click_arguments(flag: Field[Any]) -> dict[str, Any]:
 cli = click.Group(
     "run.py",
     [sample, evaluate],
-    callback=start,
+    callback=train_command,
     params=[click.Option(**click_arguments(flag)) for flag in fields(Flags)],
-    help=start.__doc__,
+    help=train_command.__doc__,
     invoke_without_command=True,
     context_settings={
         "auto_envvar_prefix": "DDPKIT",
@@ -823,10 +840,10 @@ def command_line() -> int:
 def main(command: Callable[..., int], *args: object) -> None:
     """Run a command and exit with its code. A spawned process starts here too.
 
-    Every error ends here: as one line if the user can mend it, with a traceback if it is a bug.
+    Errors about values, files and packages, and lost ranks, become one line; others get a traceback.
     """
     gc.disable()  # until the first step: imports make no garbage, and looking for it takes 0.5 s
-    faulthandler.enable()  # shows where the program was if it is killed, as when a file is cut
+    faulthandler.enable()  # prints where a fatal signal came, such as SIGBUS when a mapped file is cut
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -836,6 +853,8 @@ def main(command: Callable[..., int], *args: object) -> None:
         code = command(*args)
     except SystemExit as error:  # of a rank that has nothing to report
         code = error.code if isinstance(error.code, int) else FAILED
+    except click.Abort:  # Ctrl-C outside of a training
+        code = 130
     except click.ClickException as error:
         tell("Error: " + " ".join(error.format_message().split()))
         code = error.exit_code
@@ -848,7 +867,7 @@ def main(command: Callable[..., int], *args: object) -> None:
         else:
             tell(f"{text}\n{traceback.format_exc()}")
     # Leave at once: to free torch takes half a second, and a save that hangs must not keep the
-    # process. But run the handlers of atexit (coverage, profilers) and write what was printed.
+    # process alive. But run the handlers of atexit (coverage, profilers) and flush the output.
     atexit._run_exitfuncs()
     with suppress(OSError):
         sys.stdout.flush()
@@ -856,7 +875,7 @@ def main(command: Callable[..., int], *args: object) -> None:
 
 
 def collect_garbage_again() -> None:
-    """Collect garbage again, among the objects that are made from now on."""
+    """Turn garbage collection on again; it leaves out the objects that exist now."""
     gc.freeze()
     gc.enable()
 

@@ -114,7 +114,13 @@ def start_state(
     """
     if os.path.realpath(path) == os.path.realpath(out):
         raise ValueError(f"--init-from {path} is the folder of --out; choose another --out")
-    if glob.glob(os.path.join(glob.escape(path), "step-*")):
+    files = sorted(glob.glob(os.path.join(glob.escape(path), "step-*.pt")))
+    if files or glob.glob(os.path.join(glob.escape(path), "step-*")):
+        for file in files[
+            -1:
+        ]:  # refuse a file that could do harm, before another function reads it
+            with open(file, "rb") as opened:
+                load(opened)
         state = newest_checkpoint(path)
         sizes, vocabulary, weights = state["config"], state["vocabulary"], state["model"]
     else:

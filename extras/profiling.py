@@ -6,6 +6,7 @@
 Needs torch.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
@@ -19,7 +20,7 @@ WARMUP = 6  # steps; during the last one the profiler runs already, since its ow
 def traced(steps: Iterable[T], count: int, path: str) -> Iterator[T]:
     """Return the same steps. Write a trace of `count` of them, after the first WARMUP, to `path`.
 
-    If the steps end early, the trace has fewer steps, or is not written. ValueError for a URL.
+    If the steps end early, a warning says so, and the trace is not complete. ValueError for a URL.
     """
     if "://" in path:
         raise ValueError(f"a trace needs a file, not {path}")
@@ -27,15 +28,21 @@ def traced(steps: Iterable[T], count: int, path: str) -> Iterator[T]:
 
 
 def _traced(steps: Iterable[T], count: int, path: str) -> Iterator[T]:
-    steps = iter(steps)
-    yield from islice(steps, WARMUP - 1)
+    steps, done = iter(steps), 0
     plan = schedule(wait=0, warmup=1, active=count, repeat=1)
 
     def write(profiler: profile) -> None:
         profiler.export_chrome_trace(path)
 
-    with profile(schedule=plan, on_trace_ready=write, acc_events=True) as profiler:
-        for step in islice(steps, 1 + count):
+    try:
+        for done, step in enumerate(islice(steps, WARMUP - 1), 1):
             yield step
-            profiler.step()
-    yield from steps
+        with profile(schedule=plan, on_trace_ready=write, acc_events=True) as profiler:
+            for done, step in enumerate(islice(steps, 1 + count), WARMUP):
+                yield step
+                profiler.step()
+        yield from steps
+    finally:
+        if done < WARMUP + count:
+            needed = f"a trace of {count} steps needs {WARMUP + count} steps"
+            print(f"Warning: {needed}, and there were {done}", file=sys.stderr)

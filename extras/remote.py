@@ -32,15 +32,18 @@ from fsspec.core import url_to_fs
 Texts = dict[tuple[str, str], list[str]]  # (folder, name) -> parts of the text, in order
 
 
-def storage(ckpt: ModuleType) -> SimpleNamespace:
+def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
     """Return all public names of the module ckpt, with functions for URLs in place of local ones.
 
     The functions have the names and arguments of those in ckpt, whose docstrings describe them,
     and differ in these points. lock() returns None, because object stores have no locks. newest()
     raises OSError if the storage does not answer, because a checkpoint there may be sound.
     append_text() keeps the line in memory until the next save() uploads it, because an object store
-    cannot append; each result of storage() has its own memory.
+    cannot append; each result of storage() has its own memory. ValueError for write_sharded: a
+    sharded checkpoint needs a folder.
     """
+    if write_sharded:
+        raise ValueError("a sharded checkpoint needs a folder, not a URL")
     functions = {name: value for name, value in vars(ckpt).items() if not name.startswith("_")}
     texts: Texts = {}
     functions |= {
@@ -54,7 +57,6 @@ def storage(ckpt: ModuleType) -> SimpleNamespace:
         "set_aside": _set_aside,
         "make_folder": _make_folder,
         "lock": _lock,
-        "check_shared_folder": _check_shared_folder,
         "write_text": partial(_write_text, texts),
         "append_text": partial(_append_text, texts),
         "read_text": partial(_read_text, texts),
@@ -170,11 +172,6 @@ def _make_folder(url: str) -> None:
 
 def _lock(url: str, patience: float = 0.0) -> None:
     """Return None, because an object store has no locks."""
-
-
-def _check_shared_folder(url: str) -> None:
-    """Refuse what only extras/sharded.py can do."""
-    raise ValueError("a sharded checkpoint needs a folder, not a URL")
 
 
 # -------------------------------------------------------------------------------------- text files

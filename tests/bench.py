@@ -1,11 +1,13 @@
-"""How fast the toolkit is, as ratios measured in one run on the machine at hand.
+"""Measure the speed and the memory of the toolkit, relative to the machine and to a simple loop.
 
-    python tests/bench.py                         all of it, some minutes
-    python tests/bench.py training data           parts of it
+    python tests/bench.py                         all parts; takes a quarter of an hour
+    python tests/bench.py training data           only these parts
     python tests/bench.py --json > bench.json
 
-Whatever is compared takes turns, call by call, so that what else the machine does meets all alike. Figures are
-medians. The limits of the machine come first: what could be reached at all.
+Each line shows a figure, the figure that it is compared with, and the ratio of the two. Candidates
+that are compared are called in turn, one call each, so that other load on the machine affects all
+of them alike. Each figure is a median. The part "limits" comes first: it measures what the machine
+can reach at best.
 """
 
 import json
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,10 +44,13 @@ import gpt  # noqa: E402
 import loop  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = (torch.float32, torch.bfloat16)
 Call = Callable[[], Any]
 
 
 class Shape(NamedTuple):
+    """The sizes of a model and of its global batch: B windows of T tokens."""
+
     layers: int
     embd: int
     T: int
@@ -52,88 +58,106 @@ class Shape(NamedTuple):
     vocab: int = 65
 
     def __str__(self) -> str:
-        return f"{self.layers}x{self.embd} T={self.T} B={self.B}" + (f" V={self.vocab}" if self.vocab != 65 else "")
+        vocab = f" V={self.vocab}" if self.vocab != 65 else ""
+        return f"{self.layers}x{self.embd} T={self.T} B={self.B}{vocab}"
 
 
-LARGE, SMALL, GPT2 = Shape(6, 384, 256, 16), Shape(4, 128, 64, 12), Shape(12, 768, 1024, 16, 50304)
+LARGE, SMALL = Shape(6, 384, 256, 16), Shape(4, 128, 64, 12)
+GPT2 = Shape(12, 768, 1024, 16, 50304)
 SHAPES = [LARGE, SMALL] + [GPT2] * (DEVICE.type == "cuda")
 
 
 class Row(NamedTuple):
+    """One line of the output."""
+
     what: str
     figure: float
     unit: str
-    against: str = ""  # what it is compared with
-    other: float = math.nan
+    against: str = ""  # what the figure is compared with
+    other: float = math.nan  # the figure of that
     ratio: float = math.nan  # figure / other
 
 
 def row(what: str, figure: float, unit: str, against: str, other: float) -> Row:
+    """Return a row with the ratio of the two figures."""
     return Row(what, figure, unit, against, other, figure / other)
 
 
-def medians(contenders: dict[str, Call], seconds: float = 20, least: int = 5) -> dict[str, float]:
-    """Median seconds of one call of each; they take turns until the time is up. The first two turns do not count."""
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
-    turns, end = 0, math.inf
-    while turns < least + 2 or time.perf_counter() < end:
-        for name, call in contenders.items():
-            wait()
+def medians(candidates: dict[str, Call], seconds: float = 20, least: int = 5) -> dict[str, float]:
+    """Return the median seconds of one call of each candidate.
+
+    The candidates are called in turn: at least `least` rounds, and until `seconds` have passed. The
+    first two rounds are a warm-up and do not count.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in candidates}
+    rounds, end = 0, math.inf
+    while rounds < least + 2 or time.perf_counter() < end:
+        for name, call in candidates.items():
+            synchronize()
             start = time.perf_counter()
             call()
-            wait()
+            synchronize()
             taken[name].append(time.perf_counter() - start)
-        turns += 1
-        end = time.perf_counter() + seconds if turns == 2 else end
+        rounds += 1
+        end = time.perf_counter() + seconds if rounds == 2 else end
     return {name: statistics.median(times[2:]) for name, times in taken.items()}
 
 
-def wait() -> None:
+def synchronize() -> None:
+    """Wait until the device has finished its work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 
 def random_tokens(vocab: int, n: int = 1 << 20) -> np.ndarray:
+    """Return n random token ids as uint16, the same in each call."""
     return np.random.default_rng(0).integers(0, vocab, n).astype(np.uint16)
 
 
-# ------------------------------------------------------------------------------------- the loop of the guides
+# ------------------------------------------------------- the loop of common tutorials, to compare with
 
 
 class PlainBlock(nn.Module):
-    """Attention with a mask, every layer with a bias, as the guides write it."""
+    """A transformer block as tutorials write it: attention with a mask, biases in all layers."""
 
     def __init__(self, shape: Shape, heads: int) -> None:
         super().__init__()
         width, self.heads = shape.embd, heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.register_buffer("mask", torch.tril(torch.ones(shape.T, shape.T)))
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(C, dim=2))
+        qkv = self.qkv(self.norm1(x)).split(C, dim=2)
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in qkv)
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
         weights = F.softmax(scores.masked_fill(self.mask[:T, :T] == 0, float("-inf")), dim=-1)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(B, T, C))
-        return x + self.feed(self.norm2(x))
+        return x + self.feed_forward(self.norm2(x))
 
 
 class PlainGPT(nn.Module):
+    """A GPT of such blocks, with learned positions and an untied head."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(shape.vocab, shape.embd), nn.Embedding(shape.T, shape.embd)
-        self.blocks = nn.Sequential(*(PlainBlock(shape, heads_of(shape)) for _ in range(shape.layers)))
+        self.tokens = nn.Embedding(shape.vocab, shape.embd)
+        self.positions = nn.Embedding(shape.T, shape.embd)
+        blocks = (PlainBlock(shape, num_heads(shape)) for _ in range(shape.layers))
+        self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(shape.embd), nn.Linear(shape.embd, shape.vocab)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         return self.head(self.norm(self.blocks(x)))
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """One window an item, cut from a tensor of ids."""
+    """A map-style data set of which each item is one window of T tokens."""
 
     def __init__(self, ids: np.ndarray, T: int) -> None:
         self.ids, self.T = torch.from_numpy(ids.astype(np.int64)), T
@@ -145,19 +169,28 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self.ids[i : i + self.T], self.ids[i + 1 : i + 1 + self.T]
 
 
+def item_loader(data: Windows, batch_size: int, rank: int, size: int) -> Iterator[Any]:
+    """Return an iterator over the batches of a DataLoader that reads single items."""
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank)
+    return iter(DataLoader(data, batch_size=batch_size, sampler=sampler))
+
+
 def plain_step(shape: Shape, accum: int = 1, rank: int = 0, size: int = 1) -> Call:
-    """A step of theirs: float32, unfused AdamW, single items, every micro-batch synchronised, .item() every step."""
+    """Return a function that does one training step as tutorials write it.
+
+    It uses float32, AdamW that is not fused, single items, and .item() in each step. Each
+    micro-batch synchronises the gradients.
+    """
     model: nn.Module = PlainGPT(shape).to(DEVICE)
     if size > 1:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     data = Windows(random_tokens(shape.vocab), shape.T)
-    sampler = DistributedSampler(data, num_replicas=size, rank=rank)
-    loader = iter(DataLoader(data, batch_size=shape.B // size // accum, sampler=sampler))
+    batches = item_loader(data, shape.B // size // accum, rank, size)
 
     def step() -> float:
         optimizer.zero_grad()
-        for x, y in islice(loader, accum):
+        for x, y in islice(batches, accum):
             logits = model(x.to(DEVICE))
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.to(DEVICE).view(-1)) / accum
             loss.backward()
@@ -168,38 +201,50 @@ def plain_step(shape: Shape, accum: int = 1, rank: int = 0, size: int = 1) -> Ca
     return step
 
 
-# ------------------------------------------------------------------------------------------------------ ours
+# ------------------------------------------------------------------------------------- the toolkit
 
 
-def heads_of(shape: Shape) -> int:
+def num_heads(shape: Shape) -> int:
+    """Return the number of attention heads: each has 64 dimensions, but there are at least 4."""
     return max(4, shape.embd // 64)
 
 
-def make(shape: Shape, arch: str = "modern", optimizer: str = "adamw", **more: Any) -> tuple[gpt.GPT, list[Any]]:
-    config = gpt.Config(shape.vocab, shape.T, shape.layers, heads_of(shape), shape.embd, 0.0, arch)
-    model = gpt.build(config, 0, **more).to(DEVICE)
-    kinds = gpt.groups(model)
-    rest = kinds["embeddings"] + kinds["vectors"] + (kinds["matrices"] if optimizer == "adamw" else [])
+def make_model(
+    shape: Shape, arch: str = "modern", optimizer: str = "adamw", **build: Any
+) -> tuple[gpt.GPT, list[Any]]:
+    """Return a model on DEVICE and its optimizers. build: arguments of gpt.build."""
+    config = gpt.Config(shape.vocab, shape.T, shape.layers, num_heads(shape), shape.embd, 0.0, arch)
+    model = gpt.build(config, 0, **build).to(DEVICE)
+    groups = gpt.parameter_groups(model)
+    rest = groups["embeddings"] + groups["vectors"]
+    rest += groups["matrices"] if optimizer == "adamw" else []
     optimizers: list[Any] = [torch.optim.AdamW(rest, lr=3e-4, fused=True)]
     if optimizer == "muon":
-        optimizers.append(torch.optim.Muon(kinds["matrices"], lr=3e-4))
+        optimizers.append(torch.optim.Muon(groups["matrices"], lr=3e-4))
     return model, optimizers
 
 
-def our_step(shape: Shape, dtype: torch.dtype, compiled: bool = False, **how: Any) -> Call:
-    """A step of loop.train_ on windows from chardata.steps, as run.py does it."""
-    model, optimizers = make(shape, **how)
+def make_plan(shape: Shape) -> chardata.BatchPlan:
+    """Return a plan of batches of random tokens."""
+    return chardata.BatchPlan([random_tokens(shape.vocab)], shape.T, shape.B)
+
+
+def toolkit_step(shape: Shape, dtype: torch.dtype, compiled: bool = False, **make: Any) -> Call:
+    """Return a function that does one step of loop.train_ on windows of chardata.steps."""
+    model, optimizers = make_model(shape, **make)
     if compiled:
         gpt.compile_(model)
-    steps = chardata.steps([random_tokens(shape.vocab)], shape.T, shape.B)
-    training = loop.train_(model, optimizers, steps, gpt.loss, dtype=dtype, clip=1.0)
-    return lambda: next(training)
+    steps = chardata.steps(make_plan(shape))
+    return partial(next, loop.train_(model, optimizers, steps, gpt.loss, dtype=dtype, clip=1.0))
 
 
 def bare_step(shape: Shape, dtype: torch.dtype) -> Call:
-    """Forward, backward, optimizer of the same model, on one batch: no data, no clipping, no loop."""
-    model, (optimizer,) = make(shape)
-    (batch,), total = next(chardata.steps([random_tokens(shape.vocab)], shape.T, shape.B))
+    """Return a function that does one step of the same model on one batch, without the loop.
+
+    The step is forward pass, backward pass and optimizer: no data is read, nothing is clipped.
+    """
+    model, (optimizer,) = make_model(shape)
+    (batch,), total = next(chardata.steps(make_plan(shape)))
     x, y = (t.to(DEVICE) for t in batch)
 
     def step() -> None:
@@ -213,98 +258,112 @@ def bare_step(shape: Shape, dtype: torch.dtype) -> Call:
 
 
 def matmul_rate(dtype: torch.dtype) -> float:
-    """FLOP/s"""
+    """Return the FLOP/s of a square matrix product."""
     n = 4096 if DEVICE.type == "cuda" else 1024
     a = torch.randn(n, n, device=DEVICE).to(dtype)
-    return 2 * n**3 / medians({"": lambda: a @ a}, 2)[""]
+    return 2 * n**3 / medians({"matmul": lambda: a @ a}, 2)["matmul"]
 
 
-# ------------------------------------------------------------------------------------------------- the parts
+# --------------------------------------------------------------------------------------- the parts
 
 
 def limits() -> Iterator[Row]:
-    """What this machine can do at best."""
-    for dtype in (torch.float32, torch.bfloat16):
-        yield Row(f"matrix product, {name_of(dtype)}", matmul_rate(dtype) / 1e9, "GFLOP/s")
+    """Measure what this machine can reach at best."""
+    for dtype in DTYPES:
+        yield Row(f"matrix product, {dtype_name(dtype)}", matmul_rate(dtype) / 1e9, "GFLOP/s")
     a = torch.empty(1 << 26, device=DEVICE)
     b = torch.empty_like(a)
-    yield Row("copy, read and written", 2 * a.nbytes / medians({"": lambda: b.copy_(a)}, 2)[""] / 1e9, "GB/s")
+    seconds = medians({"copy": lambda: b.copy_(a)}, 2)["copy"]
+    yield Row("memory copy, read and write", 2 * a.nbytes / seconds / 1e9, "GB/s")
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
         raw = os.urandom(1 << 26)
-        yield Row("write and fsync", len(raw) / medians({"": lambda: write(folder, raw)}, 2)[""] / 1e9, "GB/s")
+        seconds = medians({"write": lambda: write(folder, raw)}, 2)["write"]
+        yield Row("write and fsync", len(raw) / seconds / 1e9, "GB/s")
 
 
 def write(folder: str, raw: bytes) -> None:
+    """Write bytes to a file and wait until they are durable."""
     with open(Path(folder) / "raw", "wb") as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def training() -> Iterator[Row]:
-    """One process: our loop against the guides', and against the bare step."""
+    """Compare steps in one process with the tutorial loop and with the bare step."""
     for shape in SHAPES:
         tokens = shape.T * shape.B
-        flops = tokens * gpt.flops_per_token(make(shape)[0].config)
-        for dtype in (torch.float32, torch.bfloat16):
+        flops = tokens * gpt.flops_per_token(make_model(shape)[0].config)
+        for dtype in DTYPES:
             taken = medians(
                 {
-                    "the guides' loop": plain_step(shape),
-                    "its bare step": bare_step(shape, dtype),
-                    "adamw": our_step(shape, dtype),
-                    "adamw, compiled": our_step(shape, dtype, compiled=True),
-                    "muon": our_step(shape, dtype, optimizer="muon"),
-                    "gpt2, adamw": our_step(shape, dtype, arch="gpt2"),
+                    "tutorial loop": plain_step(shape),
+                    "bare step": bare_step(shape, dtype),
+                    "adamw": toolkit_step(shape, dtype),
+                    "adamw, compiled": toolkit_step(shape, dtype, compiled=True),
+                    "muon": toolkit_step(shape, dtype, optimizer="muon"),
+                    "gpt2, adamw": toolkit_step(shape, dtype, arch="gpt2"),
                 },
                 25,
             )
-            plain, bare = taken.pop("the guides' loop"), taken.pop("its bare step")
+            tutorial, bare = tokens / taken.pop("tutorial loop"), taken.pop("bare step")
+            what = f"{shape} {dtype_name(dtype)}"
             for name, seconds in taken.items():
-                what = f"{shape} {name_of(dtype)} {name}"
-                yield row(what, tokens / seconds, "tokens/s", "guides' loop, float32", tokens / plain)
-            yield row(f"{shape} {name_of(dtype)} adamw", taken["adamw"] * 1e3, "ms", "bare step", bare * 1e3)
-            reached = flops / taken["adamw"]
-            yield row(
-                f"{shape} {name_of(dtype)} adamw", reached / 1e9, "GFLOP/s", "matrix product", matmul_rate(dtype) / 1e9
-            )
+                rate = tokens / seconds
+                yield row(f"{what} {name}", rate, "tokens/s", "tutorial loop, float32", tutorial)
+            what, seconds = f"{what} adamw", taken["adamw"]
+            yield row(what, seconds * 1e3, "ms", "bare step", bare * 1e3)
+            reached, peak = flops / seconds / 1e9, matmul_rate(dtype) / 1e9
+            yield row(what, reached, "GFLOP/s", "matrix product", peak)
 
 
 def data() -> Iterator[Row]:
-    """Batches alone, from a memory map, and the memory that it takes."""
+    """Measure how fast batches are read from a memory map, and how large files affect the start."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/tokens.bin"
         random_tokens(50257, 1 << 25).tofile(path)
-        shards = [np.memmap(path, np.uint16, mode="r")]
+        tokens = [np.memmap(path, np.uint16, mode="r")]
         for T, B in ((128, 16), (256, 64), (1024, 64)):
-            items = Windows(np.asarray(shards[0][: 1 << 20]), T)
-            loader = iter(DataLoader(items, batch_size=B, sampler=DistributedSampler(items, num_replicas=1, rank=0)))
-            steps = chardata.steps(shards, T, B)
-            taken = medians({"ours": lambda: [next(steps) for _ in range(100)], "theirs": lambda: next(loader)}, 3)
-            theirs = T * B / taken["theirs"] / 1e6
-            yield row(
-                f"windows, T={T} B={B}", 100 * T * B / taken["ours"] / 1e6, "Mtokens/s", "DataLoader of items", theirs
+            batches = item_loader(Windows(np.asarray(tokens[0][: 1 << 20]), T), B, 0, 1)
+            steps = chardata.steps(chardata.BatchPlan(tokens, T, B))
+            taken = medians(
+                {
+                    "100 steps": lambda: [next(steps) for _ in range(100)],
+                    "items": lambda: next(batches),
+                },
+                3,
             )
+            rate, items = (
+                n * T * B / taken[name] / 1e6 for n, name in ((100, "100 steps"), (1, "items"))
+            )
+            yield row(f"windows, T={T} B={B}", rate, "Mtokens/s", "DataLoader of items", items)
         for name, size in (("small", 1 << 20), ("sparse", 20 << 30)):
             with open(f"{folder}/{name}", "wb") as file:
                 file.truncate(size)
-        flags = ["--tokens", "byte", "--no-compile"]  # which it would be by default, as a long run
-        small, sparse = (first_step(*flags, "--data", f"{folder}/{name}") for name in ("small", "sparse"))
-        yield row("20 GB file: process start to first step", sparse[0], "s", "1 MB file", small[0])
-        yield row("20 GB file: peak memory then", sparse[1] / 1e6, "MB", "1 MB file", small[1] / 1e6)
+        # Without --no-compile, the large file would make run.py compile, because its run is long.
+        flags = ["--tokenizer", "byte", "--no-compile"]
+        small, sparse = (first_step(*flags, "--data", f"{folder}/{n}") for n in ("small", "sparse"))
+        yield row("20 GB file: start to first step", sparse[0], "s", "1 MB file", small[0])
+        what = "20 GB file: peak memory at first step"
+        yield row(what, sparse[1] / 1e6, "MB", "1 MB file", small[1] / 1e6)
 
 
 def first_step(*flags: str) -> tuple[float, int]:
-    """(seconds from the start of a process to its first line of metrics, bytes it had in memory at most)."""
+    """Start run.py and stop it after its first step.
+
+    Return the seconds from the start of the process to its first line of metrics, and its peak
+    memory in bytes at that time.
+    """
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, ROOT / "run.py", "--out", out, "--log-every", "1", "--val-fraction", "0", *flags]
+        command = [sys.executable, ROOT / "run.py", "--out", out, *flags]
+        command += ["--log-every", "1", "--val-fraction", "0"]
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         start = time.perf_counter()
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-        ) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
             assert process.stdout and process.stdout.readline()
             seconds, peak = time.perf_counter() - start, peak_memory(process.pid)
             process.kill()
@@ -312,7 +371,7 @@ def first_step(*flags: str) -> tuple[float, int]:
 
 
 def peak_memory(process: int | str = "self") -> int:
-    """Bytes; of this process or another, on a GPU of this one."""
+    """Return the peak memory of a process in bytes; for this process on a GPU, that of the GPU."""
     if process == "self" and DEVICE.type == "cuda":
         return torch.cuda.max_memory_allocated()
     status = Path(f"/proc/{process}/status").read_text()
@@ -320,12 +379,20 @@ def peak_memory(process: int | str = "self") -> int:
 
 
 def scaling() -> Iterator[Row]:
-    """One rank and two; a CPU's with one core each. Weak: the batch grows with the ranks. Strong: it does not."""
+    """Compare two ranks with one. On a CPU each rank has one core.
+
+    Weak scaling: the global batch grows with the number of ranks. Strong scaling: it does not.
+    """
     if DEVICE.type == "cuda" and torch.cuda.device_count() < 2:
         return
     for shape in (LARGE, SMALL):
         twice = shape._replace(B=2 * shape.B)
-        jobs = {"one": (1, shape, ""), "weak": (2, twice, ""), "strong": (2, shape, ""), "guides": (2, shape, "plain")}
+        jobs = {
+            "one": (1, shape, "toolkit"),
+            "weak": (2, twice, "toolkit"),
+            "strong": (2, shape, "toolkit"),
+            "tutorial": (2, shape, "tutorial"),
+        }
         found: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
         for _ in range(2):
             for name, (size, *rest) in jobs.items():
@@ -333,164 +400,191 @@ def scaling() -> Iterator[Row]:
         step = {name: statistics.median(f["step"] for f in runs) for name, runs in found.items()}
         reduce = statistics.median(f["reduce"] for f in found["weak"])
         rate = {name: job[1].T * job[1].B / step[name] for name, job in jobs.items()}
-        yield row(f"{shape} each, 2 ranks", rate["weak"], "tokens/s", "twice 1 rank", 2 * rate["one"])
-        yield row(f"{shape} over 2 ranks", rate["strong"], "tokens/s", "twice 1 rank", 2 * rate["one"])
-        yield row(f"{shape} over 2 ranks, accum 4", rate["strong"], "tokens/s", "guides' loop", rate["guides"])
-        yield row(f"{shape} each: all-reduce alone", reduce * 1e3, "ms", "of a step", step["weak"] * 1e3)
+        ideal = 2 * rate["one"]
+        yield row(f"{shape} per rank, 2 ranks", rate["weak"], "tokens/s", "1 rank, doubled", ideal)
+        what = f"{shape} over 2 ranks"
+        yield row(what, rate["strong"], "tokens/s", "1 rank, doubled", ideal)
+        yield row(what, rate["strong"], "tokens/s", "tutorial loop, accum 4", rate["tutorial"])
+        what = f"{shape} per rank: all-reduce alone"
+        yield row(what, reduce * 1e3, "ms", "whole step", step["weak"] * 1e3)
 
 
 def on_ranks(size: int, *job: Any) -> dict[str, float]:
+    """Return what time_steps measured on `size` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         assert ddp_setup.spawn(time_steps, size, f"{folder}/found", *job) == 0
         return json.loads(Path(f"{folder}/found").read_text())
 
 
 def time_steps(path: str, shape: Shape, kind: str) -> None:
-    """Median seconds of a step on this many ranks, and of an all-reduce of its gradient by itself."""
+    """Write the median seconds of a step, and of an all-reduce of its gradient alone, as JSON.
+
+    Every rank runs this, and rank 0 writes. kind: "toolkit" or "tutorial".
+    """
     with ddp_setup.process_group() as world:
         torch.set_num_threads(1)
-        if kind == "plain":
+        if kind == "tutorial":
             step = plain_step(shape, 4, world.rank, world.size)
         else:
-            model, optimizers = make(shape)
-            share = {"rank": world.rank, "world_size": world.size}
-            steps = chardata.steps([random_tokens(shape.vocab)], shape.T, shape.B, **share)
-            training = loop.train_(ddp_setup.replicate(model, world), optimizers, steps, gpt.loss, clip=1.0)
-            step = lambda: next(training)  # noqa: E731
-        times = []
-        for _ in range(7 if shape == LARGE else 30):  # as many on each rank
-            start = time.perf_counter()
-            step()
-            wait()
-            times.append(time.perf_counter() - start)
-        found = {"step": statistics.median(times[2:])}
-        if world.size > 1 and kind != "plain":
+            model, optimizers = make_model(shape)
+            steps = chardata.steps(make_plan(shape), rank=world.rank, world_size=world.size)
+            replica = ddp_setup.replicate(model, world)
+            step = partial(next, loop.train_(replica, optimizers, steps, gpt.loss, clip=1.0))
+        found = {"step": median_seconds(step, 7 if shape == LARGE else 30)}
+        if world.size > 1 and kind == "toolkit":
             gradient = torch.zeros(sum(p.numel() for p in model.parameters()), device=world.device)
-            times = []
-            for _ in range(10):
-                start = time.perf_counter()
-                dist.all_reduce(gradient)
-                wait()
-                times.append(time.perf_counter() - start)
-            found["reduce"] = statistics.median(times[2:])
+            found["reduce"] = median_seconds(lambda: dist.all_reduce(gradient), 10)
         if world.rank == 0:
             Path(path).write_text(json.dumps(found))
 
 
+def median_seconds(call: Call, calls: int) -> float:
+    """Return the median seconds of a call, after two that do not count.
+
+    The number of calls is fixed, because all ranks must make equally many.
+    """
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
 def checkpoints() -> Iterator[Row]:
-    """What a save costs the loop, and how long it takes until it is durable."""
+    """Measure how long a save stops the training loop, and how long it takes to be durable."""
     for shape in SHAPES:
-        model, optimizers = make(shape)
-        training = loop.train_(model, optimizers, chardata.steps([random_tokens(shape.vocab)], shape.T, 1), gpt.loss)
-        next(training)
+        model, optimizers = make_model(shape)
+        steps = chardata.steps(make_plan(shape._replace(B=1)))
+        next(loop.train_(model, optimizers, steps, gpt.loss))
         state = ckpt.snapshot(model, optimizers)
-        tensors = [t for s in (state["model"], *state["optimizers"][0]["state"].values()) for t in s.values()]
-        theirs = [*model.parameters(), *(t for s in optimizers[0].state.values() for t in s.values())]
-        assert sum(t.nbytes for t in tensors) == sum(t.nbytes for t in theirs)
+        moments = state["optimizers"][0]["state"].values()
+        saved = [t for tensors in (state["model"], *moments) for t in tensors.values()]
+        moments = optimizers[0].state.values()
+        live = [*model.parameters(), *(t for tensors in moments for t in tensors.values())]
+        assert sum(t.nbytes for t in saved) == sum(t.nbytes for t in live)
         with tempfile.TemporaryDirectory(dir=ROOT) as folder:
             raw = os.urandom(os.path.getsize(f"{folder}/{ckpt.save(folder, state, 0).name}"))
             taken = medians(
                 {
                     "snapshot": lambda: ckpt.snapshot(model, optimizers),
-                    "copy": lambda: [t.detach().to("cpu", copy=True) for t in theirs],
+                    "copy": lambda: [t.detach().to("cpu", copy=True) for t in live],
                     "save": lambda: ckpt.save(folder, state, 0),
                     "write": lambda: write(folder, raw),
                 },
                 10,
             )
+        ms = {name: seconds * 1e3 for name, seconds in taken.items()}
         what = f"{shape}, {len(raw) / 1e6:,.0f} MB"
-        yield row(f"{what}: snapshot", taken["snapshot"] * 1e3, "ms", "a copy", taken["copy"] * 1e3)
-        yield row(f"{what}: durable", taken["save"] * 1e3, "ms", "write and fsync", taken["write"] * 1e3)
+        yield row(f"{what}: snapshot", ms["snapshot"], "ms", "plain copy", ms["copy"])
+        yield row(f"{what}: durable save", ms["save"], "ms", "write and fsync", ms["write"])
 
 
 def start_up() -> Iterator[Row]:
-    """Whole processes, from their start."""
+    """Measure whole processes from their start."""
 
     def python(*arguments: str) -> Call:
-        return lambda: subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=ROOT)
+        command = [sys.executable, *arguments]
+        return lambda: subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
 
     taken = medians(
         {
-            "nothing": python("-c", ""),
+            "empty": python("-c", ""),
             "torch": python("-c", "import torch"),
             "help": python("run.py", "--help"),
             "step": first_step,
         },
         0,
     )
-    yield row("run.py --help", taken["help"], "s", "python alone", taken["nothing"])
-    yield row("run.py, to its first step", taken["step"], "s", "import torch", taken["torch"])
+    yield row("run.py --help", taken["help"], "s", "empty program", taken["empty"])
+    yield row("run.py, start to first step", taken["step"], "s", "import torch", taken["torch"])
 
 
 def sampling() -> Iterator[Row]:
+    """Compare sampling with cached keys and values with computing the whole context each time."""
     for shape in (LARGE, SMALL):
-        model, _ = make(shape)
+        model, _ = make_model(shape)
         prompt, count = torch.zeros(1, dtype=torch.int64, device=DEVICE), shape.T - 1
+        taken = medians(
+            {
+                "cached": lambda: list(islice(gpt.sample(model, prompt), count)),
+                "uncached": lambda: sample_without_cache(model, prompt, count),
+            },
+            5,
+        )
+        rate = {name: count / seconds for name, seconds in taken.items()}
+        what = f"{shape}: sampling"
+        yield row(what, rate["cached"], "tokens/s", "without a cache", rate["uncached"])
 
-        @torch.no_grad()
-        def anew(model: gpt.GPT = model, prompt: Tensor = prompt, count: int = count) -> None:
-            tokens = prompt
-            for _ in range(count):
-                token = gpt.choose(model(tokens[None])[0, -1], 1.0, 0, 1.0, None)
-                tokens = torch.cat((tokens, tokens.new_tensor([token])))
 
-        cached = lambda model=model, prompt=prompt, count=count: list(islice(gpt.sample(model, prompt), count))  # noqa: E731
-        taken = medians({"cached": cached, "anew": anew}, 5)
-        yield row(f"{shape}: sampling", count / taken["cached"], "tokens/s", "without a cache", count / taken["anew"])
+@torch.no_grad()
+def sample_without_cache(model: gpt.GPT, tokens: Tensor, count: int) -> Tensor:
+    """Return the tokens (T,) and `count` generated ones, (T + count,) int64."""
+    for _ in range(count):
+        token = gpt.sample_token(model(tokens[None])[0, -1], 1.0, 0, 1.0, None)
+        tokens = torch.cat((tokens, tokens.new_tensor([token])))
+    return tokens
 
 
 def memory() -> Iterator[Row]:
-    """Peak of a few steps of a fresh process, less what it had before."""
+    """Measure by how much a few steps raise the peak memory of a new process."""
     base = LARGE if DEVICE.type == "cpu" else GPT2._replace(vocab=65)
-    wide = base._replace(vocab=50304)
-    for shape, name, how in (
-        (base, "accum 8", {"accum": 8}),
-        (base, "activations recomputed", {"checkpoint_activations": True}),
-        (wide, "accum 8", {"accum": 8}),
-        (wide, "activations recomputed", {"checkpoint_activations": True}),
-    ):
-        plain, less = (fresh(steps_memory, shape, **h) / 1e6 for h in ({}, how))
-        yield row(f"{shape}: {name}", less, "MB", "without", plain)
+    methods = {
+        "accum 8": {"accum": 8},
+        "activations recomputed": {"checkpoint_activations": True},
+    }
+    for shape in (base, base._replace(vocab=50304)):
+        for name, settings in methods.items():
+            without, less = (in_new_process(memory_of_steps, shape, **s) for s in ({}, settings))
+            yield row(f"{shape}: {name}", less / 1e6, "MB", "without", without / 1e6)
 
 
-def fresh(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """The function's result from a process of its own."""
+def in_new_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the result of a function that runs in a new process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args, **named).result()
+        return pool.submit(function, *args, **kwargs).result()
 
 
-def steps_memory(shape: Shape, accum: int = 1, **how: Any) -> int:
-    model, optimizers = make(shape, **how)
+def memory_of_steps(shape: Shape, accum: int = 1, **make: Any) -> int:
+    """Return by how many bytes three bfloat16 steps raise the peak memory of this process."""
+    model, optimizers = make_model(shape, **make)
     before = peak_memory()
-    steps = chardata.steps([random_tokens(shape.vocab)], shape.T, shape.B, accum=accum)
+    steps = chardata.steps(make_plan(shape), accum=accum)
     for _ in islice(loop.train_(model, optimizers, steps, gpt.loss, dtype=torch.bfloat16), 3):
-        wait()
+        synchronize()
     return peak_memory() - before
 
+
+# ------------------------------------------------------------------------------------ command line
 
 PARTS = [limits, training, data, scaling, checkpoints, start_up, sampling, memory]
 
 
 @click.command()
 @click.argument("parts", nargs=-1, type=click.Choice([part.__name__ for part in PARTS]))
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@click.option("--json", "as_json", is_flag=True, help="Print all rows as one JSON object.")
 def main(parts: tuple[str, ...], as_json: bool) -> None:
-    """Measure all PARTS, or those that are named."""
+    """Measure the named PARTS, or all of them."""
     rows = []
-    with ddp_setup.process_group():  # which sees to threads and memory, as in a real run
+    with ddp_setup.process_group():  # sets the threads and the memory allocator as in a real run
         for part in PARTS:
             for line in part() if not parts or part.__name__ in parts else ():
                 rows.append({"part": part.__name__, **line._asdict()})
                 if not as_json:
-                    click.echo(text_of(line))
+                    click.echo(format_row(line))
     if as_json:
-        machine = {"torch": torch.__version__, "device": str(DEVICE), "cores": ddp_setup.cores()}
+        machine = {"torch": torch.__version__, "device": str(DEVICE)}
+        machine |= {"cores": ddp_setup.available_cpus()}
         click.echo(json.dumps({**machine, "rows": rows}, indent=1))
 
 
-def text_of(line: Row) -> str:
-    against = f"  {line.against:24} {line.other:12,.4g}  x {line.ratio:.2f}" if line.against else ""
-    return f"{line.what:48} {line.figure:12,.4g} {line.unit:10}{against}"
+def format_row(line: Row) -> str:
+    """Return a row as a line of text."""
+    text = f"{line.what:48} {line.figure:12,.4g} {line.unit:10}"
+    if not line.against:
+        return text
+    return f"{text}  {line.against:24} {line.other:12,.4g}  x {line.ratio:.2f}"
 
 
 if __name__ == "__main__":

@@ -484,7 +484,7 @@ def test_ids_must_be_in_the_vocabulary_of_the_imported_model(tmp_path):
     begin = ["--init-from", tmp_path / "a", "--steps", 1, "--out", tmp_path / "out", "--data"]
     for name, top in (("fitting.npy", 99), ("larger.npy", 100)):
         np.save(tmp_path / name, np.arange(3000, dtype=np.uint16) % (top + 1))
-    mistaken(run(*begin, tmp_path / "larger.npy"), "larger.npy", "id 100", "ends at 99")
+    mistaken(run(*begin, tmp_path / "larger.npy"), "id 100", "ends at 99")
     ran = run(*begin, tmp_path / "fitting.npy")
     assert ran.code == 0 and state(tmp_path / "out")["vocabulary"]["vocab"] == 100, ran
 

@@ -599,7 +599,7 @@ def test_a_run_stopped_under_fsdp_continues_under_zero_to_the_same_result(text, 
     assert ran.code == 3 and ran.err == "", ran
     assert 18 <= state(out)["step"] < 40
     ran = run("--out", out, "--log-every", 1, "--spawn", 3, "--strategy", "zero", "--accum", 2)
-    assert ran.code == 0 and ran.err == "" and ran.out.count("A sample:\n") == 1, ran
+    assert ran.code == 0 and ran.err == "" and "Done: 40 steps" in ran.out, ran
     assert [step for step, _ in losses(out)] == list(range(1, 41))
     torch.testing.assert_close(dict(losses(out)), dict(losses(alone)), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(state(out)["model"], state(alone)["model"], rtol=1e-4, atol=1e-7)

@@ -662,7 +662,7 @@ def test_a_url_is_refused_for_sharded_checkpoints(job, tmp_path):
     assert (
         ran.code == 2
         and ran.err.count("\n") == 1
-        and "needs a folder that all ranks share" in ran.err
+        and "a sharded checkpoint needs a folder, not a URL" in ran.err
     ), ran
     assert not (tmp_path / "out").exists()
 

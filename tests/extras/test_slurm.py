@@ -358,7 +358,7 @@ def uninterrupted(slurm, long, tmp_path_factory) -> Callable[[str], Path]:
 
 def slow_script(launcher: str, flags: list[object], out: Path) -> str:
     """Return the script with a fault that makes its 350 steps take a minute."""
-    script = adapt(SCRIPTS[launcher], flags, out, "tests/sabotaged.py")
+    script = adapt(SCRIPTS[launcher], flags, out, "tests/faults/sabotaged.py")
     return script.replace("\nsrun", "\nexport TEST_FAULT='backward pause all 1+'\nsrun")
 
 

@@ -224,7 +224,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step(how, trials, flags, und
         if how == "torchrun" and last == 0:  # the agent had not started the workers
             return False
         assert last > reached and state(out)["step"] == last, ran
-        expected = f"Stopped as asked,? after step {last} of {STEPS}; the same command continues"
+        expected = f"Stopped as asked,? after step {last} of {STEPS}; start again to continue"
         assert re.match(expected, ran.out.splitlines()[-1]), ran
         if how != "torchrun":  # which has an exit code and a report of its own
             assert (ran.code, ran.err) == (3, ""), ran
