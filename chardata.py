@@ -4,10 +4,11 @@
     train, val = split(corpus.tokens, 0.1)
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
+        weight = 1 / count if count else 0  # 0 on a rank without windows in this step
         for x, y in micro_batches:  # this rank's part of a global batch; both (B, 256) int64
-            (loss_sum(model, x, y) / count).backward()
-        ...                         # add up the gradients of all ranks, and make the step
-    verify_unchanged(corpus)        # at the start, before each save and at the end
+            (weight * loss_sum(model, x, y)).backward()
+        ...  # sum the gradients over all ranks (DDP averages: multiply by world_size), then update
+    verify_unchanged(corpus)  # at the start, before each save and at the end
 
 The words of this file:
 
@@ -76,11 +77,12 @@ class BatchPlan(NamedTuple):
 
 
 def list_files(data: str) -> list[str]:
-    """Return the names of the files that a path or a glob pattern means, sorted.
+    """Return the names of the files that match a path or a glob pattern, sorted.
 
-    The pattern can contain "**" for folders at any depth. If a path with exactly this name exists,
-    it is not used as a pattern. Raises FileNotFoundError if there is no such file, and
-    IsADirectoryError if a name is a folder.
+    The pattern can contain "**" for folders at any depth, for example "data/**/*.txt". If a path
+    with exactly this name exists, it is not used as a pattern. Raises FileNotFoundError if there is
+    no such file. A folder, and a pattern that also matches a folder, are refused: they raise
+    IsADirectoryError.
     """
     names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
@@ -107,7 +109,8 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
 
     A file without tokens is left out. Raises ValueError or OSError with the name of a file if all
     files are empty, if text and token files are mixed, if `vocab` is given for text, if a file is
-    damaged or is not UTF-8 text, or if a text has a character that is not in `chars`.
+    damaged or is not UTF-8 text, or if a text has a character that is not in `chars`. Raises
+    ValueError if the files are text and `kind` is neither "char" nor "byte".
     """
     stamps, names = tuple(map(_stamp, files)), files or ["the default text"]
     arrays = [_map_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
@@ -123,6 +126,8 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
         raise ValueError(f"{names[0]}: is text; a vocabulary size ({vocab}) is for token files")
     elif kind == "char":
         return _read_characters(names, arrays, chars)
+    elif kind != "byte":
+        raise ValueError(f"kind {kind!r} is not char or byte")
     corpus = Corpus(tokens, vocab or 256, kind, "", digest(tokens), stamps)
     for array in tokens:
         # Windows are read from random places, so reading ahead in the file would be wasted.
@@ -200,13 +205,13 @@ def default_text() -> str:
 
 
 def digest(tokens: Tokens, chars: str = "") -> str:
-    """Return a hash, as 32 hex digits, that tells whether data are still the same.
+    """Return a hash, as 32 hex digits, to recognise other data. Large arrays are only sampled.
 
     The hash depends on `chars`, on the type and the length of each array, and on the content. Of an
-    array of more than 16 MiB, only 16 blocks of 1 MiB are read, evenly spaced from the first byte
-    to the last, so that large files take little time. A change between these blocks is not noticed.
-    If all arrays together have more than 256 MiB, a block has 16 MiB / len(tokens) instead, but not
-    less than 4 KiB and not more than 1 MiB.
+    array longer than 16 blocks, only 16 blocks are read, evenly spaced from the first byte to the
+    last, so that large files take little time. A change between these blocks is not noticed. A
+    block is 1 MiB; if all arrays together are larger than 256 MiB, it is 16 MiB / len(tokens),
+    limited to 4 KiB ... 1 MiB.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -215,9 +220,10 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     for array in tokens:
         hashed.update(f"{array.dtype} {len(array)}\n".encode())
         raw = array.view(np.uint8)
-        starts = np.linspace(0, raw.size - block, 16).astype(np.int64)
-        pieces = [raw[i : i + block] for i in starts] if raw.size > 16 * block else [raw]
-        hashed.update(np.concatenate(pieces).data)
+        if raw.size > 16 * block:
+            starts = np.linspace(0, raw.size - block, 16).astype(np.int64)
+            raw = np.concatenate([raw[i : i + block] for i in starts])
+        hashed.update(raw.data)
     return hashed.hexdigest()
 
 
@@ -301,8 +307,8 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The windows lie end to end. The count leaves free the place of one window, so that each epoch
-    can begin at another position (see steps). Raises ValueError if n <= block_size.
+    The windows lie end to end. One window fewer than would fit is used, so that each epoch can
+    begin at another position (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
@@ -361,7 +367,7 @@ def steps(
     """
     tokens, block_size, batch_size, seed, vocab = plan
     n = num_tokens(tokens)
-    count = num_windows(n, block_size)
+    epoch_windows = num_windows(n, block_size)
     size = block_size + 1
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
     # Calls of numpy are slow for few rows, so the windows of several steps are read at once.
@@ -369,13 +375,13 @@ def steps(
     while True:
         epoch, first = divmod(start, steps_per_epoch(plan))
         # All steps of a group have equally many windows. The last step of an epoch can have fewer.
-        group = first + np.arange(min(ahead, count // batch_size - first) or 1)[:, None]
-        windows = min(batch_size, count - first * batch_size)
+        group = first + np.arange(min(ahead, epoch_windows // batch_size - first) or 1)[:, None]
+        windows = min(batch_size, epoch_windows - first * batch_size)
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
-        order = permute(group * batch_size + mine, count, _key(seed, epoch, "order"))
+        order = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
         if not mine.size:
             order, windows = np.zeros_like(group), 0
-        offset = _key(seed, epoch, "offset") % (n - count * block_size)
+        offset = _key(seed, epoch, "offset") % (n - epoch_windows * block_size)
         starts = offset + order * block_size
         rows = _check_ids(_gather(tokens, views, starts, size), vocab)
         share = starts.shape[1]
@@ -397,16 +403,16 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) B is
     chosen such that all ranks get nearly equal numbers of windows. The ranks take the batches in
     turn. If T does not divide n - 1, the last batch is one window that is shorter than T. The
-    numbers of batches of two ranks differ by at most one, and a rank can have none. So run no
-    collective operation for each batch, only after the last.
+    numbers of batches of two ranks differ by at most one, and a rank can have none. A collective
+    for each batch hangs, unless ranks without a batch take part in it too.
 
     Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """
     tokens, block_size, batch_size, _, vocab = plan
     last = max(0, num_tokens(tokens) - 1)
-    count, tail = divmod(last, block_size)
-    batches = math.ceil(count / (batch_size * world_size)) * world_size or 1
-    size = math.ceil(count / batches) * block_size or 1
+    windows, tail = divmod(last, block_size)
+    batches = math.ceil(windows / (batch_size * world_size)) * world_size or 1
+    size = math.ceil(windows / batches) * block_size or 1
     edges = sorted({*range(0, last - tail, size), last - tail, last})
     for begin, end in [*pairwise(edges)][rank::world_size]:
         row = _check_ids(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
@@ -437,7 +443,7 @@ def _check_ids(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
     """Return ids as an int64 tensor. Raises ValueError for an id that is not below `vocab`."""
     if vocab and ids.max() >= vocab:
         raise ValueError(f"the tokens have the id {ids.max()}; the vocabulary ends at {vocab - 1}")
-    return torch.from_numpy(np.asarray(ids, np.uint64).view(np.int64))
+    return torch.from_numpy(ids.astype(np.int64))
 
 
 # ----------------------------------------------------------------------------------------- shuffle
@@ -446,18 +452,19 @@ def _check_ids(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
 def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
     """Return this rank's part of range(n) in random order, (k,) int64, for any kind of data set.
 
-    Over all ranks, each index occurs exactly once, and k differs by at most one between ranks. The
-    array can be the sampler of a torch DataLoader: make a new one for each epoch.
+    n must be at least 1. Over all ranks, each index occurs exactly once, and k differs by at most
+    one between ranks. The array can be the sampler of a torch DataLoader: make a new one for each
+    epoch.
     """
     return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
 
 
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Return the place of each index in a pseudo-random order of range(n): same shape, int64.
+    """Return the image of each index under a pseudo-random permutation of range(n).
 
-    `key` (an int >= 0) selects the order. For one n and key this is a bijection of range(n): no two
-    indices get the same place. The order is never stored, because each place is computed from its
-    index alone. So time and memory depend on the number of indices and not on n.
+    Each index must be below n, and n >= 1. The result has the same shape, int64. `key` (an int >=
+    0) selects the permutation. The permutation is never stored, because each image is computed from
+    its index alone. So time and memory depend on the number of indices and not on n.
 
     Method (a Feistel network): write the index as left * b + right, with left < a and right < b,
     where a * b >= n. Eight times in turn, replace one of the two digits by (digit + hash of the

@@ -6,6 +6,12 @@
 
     found = newest("out")[0] if rank == 0 else None
     restore_(found.state if found else {}, model, optimizers)   # on every rank
+    step = [found.entry.step if found else 0]
+    if torch.distributed.is_initialized():    # restore_ sends the state to all ranks, not the step
+        torch.distributed.broadcast_object_list(step)
+
+If newest() raises on rank 0, the other ranks wait in restore_ until rank 0 ends or the timeout of
+the process group is over. ddp_setup.from_rank_zero raises such an error on all ranks.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
@@ -50,7 +56,7 @@ except ImportError:  # on Windows
 State = dict[str, Any]
 # step, loss (optional), digest, ".pt" (not for a sharded checkpoint)
 NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})(\.pt)?")
-TEMPORARY = ".saving-"  # the name of a file or folder that is being written or deleted starts so
+TEMPORARY = ".saving-"  # the name of a file or folder being written or deleted starts with this
 
 
 class Entry(NamedTuple):
@@ -69,14 +75,15 @@ class Found(NamedTuple):
     state: State
 
 
-# ------------------------------------------------------------------ model and optimizers <-> state
+# ------------------------------------------------------------------- model and optimizers <-> state
 
 
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
     """Return a copy of all state on the CPU: {"model": {...}, "optimizers": [...], **more}.
 
     Every rank must call this. In a process group, ranks other than 0 get empty dicts for the model
-    and the optimizers. The copy shares no memory with them, so training can continue at once. The
+    and the optimizers. On these ranks the result is not a checkpoint; do not save it. The copy
+    shares no memory with the model and the optimizers, so training can continue at once. The
     values of `more` are not copied. Names are those of the bare model, without the prefixes that
     DDP and torch.compile add. An optimizer that has not taken a step becomes {}.
     """
@@ -123,7 +130,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     other ranks pass is ignored. If rank 0 passes {}, nothing changes on any rank. A state without
     "optimizers" leaves the optimizers as if they had not taken a step. Otherwise, optimizers get
     their moments back and keep the settings that they have now (learning rate, weight decay, ...).
-    Gradients are deleted. `state` is not changed and shares no memory with the optimizers.
+    Gradients are deleted. `state` is not changed and shares no memory with the model and the
+    optimizers.
 
     ValueError on every rank if the state does not fit. The model is then unchanged, but the
     optimizers may have lost their moments.
@@ -164,7 +172,7 @@ def _reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
     """
     optimizer.zero_grad(set_to_none=True)  # with gradients, torch would not create moments
     optimizer.state.clear()
-    # torch makes the optimizer take a step with gradients and learning rate 0
+    # torch makes the optimizer take a step with zero gradients and learning rate 0
     ours = _state_dict_functions().get_optimizer_state_dict(model, optimizer)
     optimizer.state.clear()
     for name, moments in saved.get("state", {}).items():
@@ -183,7 +191,7 @@ def _check_same(theirs: State, ours: State, where: str = "") -> None:
     for name in [*ours, *theirs]:
         a, b = (_kind(values.get(name)) for values in (theirs, ours))
         if a != b:
-            raise ValueError(f"{where}{name} is {a} in the checkpoint, {b} in the model")
+            raise ValueError(f"{where}{name} is {a} in the checkpoint, {b} here")
 
 
 def _kind(value: Any) -> str:
@@ -193,7 +201,7 @@ def _kind(value: Any) -> str:
     return "missing" if value is None else f"a {type(value).__name__}"
 
 
-# ---------------------------------------------------------------------------------- state <-> file
+# ----------------------------------------------------------------------------------- state <-> file
 
 
 def save(folder: str, state: State, step: int, loss: float | None = None) -> Entry:
@@ -212,7 +220,7 @@ def save(folder: str, state: State, step: int, loss: float | None = None) -> Ent
         except RuntimeError as error:  # torch hides what happened first, for example a full disk
             raise error.__context__ or error
         file.flush()
-        _read_state(file.name, device="meta")  # checks the types and skips the numbers
+        _read_state(file.name, "meta")  # checks the types and skips the numbers
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
     return entry
@@ -232,7 +240,7 @@ def load(folder: str, entry: Entry) -> State:
         raise OSError("not a file")  # reading a pipe or a device might never end
     if sha256(path)[:32] != entry.digest:
         raise ValueError("damaged: the content does not match the digest in the name")
-    state: State = _read_state(path, device="cpu")
+    state: State = _read_state(path, "cpu")
     _check_state(state)
     return state
 
@@ -258,8 +266,7 @@ def _check_state(state: Any) -> None:
 
 def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
     """Return the entry, with its name, of a checkpoint. ending: "" for a sharded checkpoint."""
-    known = loss is not None and math.isfinite(loss)
-    rating = f"-loss-{loss:.4f}" if known else ""
+    rating = f"-loss-{loss:.4f}" if loss is not None and math.isfinite(loss) else ""
     return parse_names([f"step-{step:08d}{rating}-{digest}{ending}"])[0]
 
 
@@ -286,8 +293,11 @@ def newest(
     """Return the newest checkpoint that verifies, and one line for each newer one that does not.
 
     (None, []) means that there are no checkpoints. ValueError if there are some but none verifies.
-    If load() raises OSError or ValueError, the checkpoint before that one is tried. Other exceptions
-    are passed on: a sharded checkpoint, if it is the newest, raises NotImplementedError.
+    If load() raises OSError or ValueError, the checkpoint before that one is tried. Other
+    exceptions are passed on: NotImplementedError if a sharded checkpoint is reached before one
+    verifies.
+
+    load, list_checkpoints: replaced by extras for other storage.
     """
     rejected: list[str] = []
     for entry in reversed(list_checkpoints(folder)):
@@ -312,7 +322,8 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """
     rated = [entry for entry in entries if entry.loss is not None]
     best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
-    return [entry for entry in entries[: max(0, len(entries) - keep)] if entry != best]
+    older = entries[: -keep or None]  # None: if keep is 0, all entries
+    return [entry for entry in older if entry != best]
 
 
 def prune(folder: str, keep: int) -> None:
@@ -344,7 +355,7 @@ def remove(folder: str, name: str) -> None:
         elif name.endswith(".pt"):
             set_aside(folder, name)
         else:
-            # If the deletion breaks off, the rest must not have the name of a checkpoint.
+            # If the deletion is interrupted, the rest must not have the name of a checkpoint.
             hidden = TEMPORARY + uuid.uuid4().hex
             _rename(folder, name, hidden)
             # What cannot be deleted now, such as an open file on NFS, is deleted by lock() later.
@@ -356,13 +367,13 @@ def set_aside(folder: str, name: str) -> None:
     _rename(folder, name, f"{name}.damaged")
 
 
-def lock(folder: str, patience: float = 2.0) -> IO[str] | None:
+def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     """Take the lock of an existing folder and delete all temporary files in it.
 
     Keep the result: the lock is released when the result is closed or garbage collected, and when
-    the process ends in any way. None, and nothing is deleted, where the system (Windows) or the
-    file system has no locks. ValueError, with host, pid and start time of the holder, if another
-    process still has the lock after `patience` seconds: a killed process may need a moment to end.
+    the process ends in any way. Returns None and deletes nothing if the system (Windows) or the
+    file system has no locks. ValueError, with host, pid and time of locking, if another process
+    still has the lock after `timeout` seconds: a killed process may need a moment to end.
 
     This is flock instead of the package filelock for three reasons. Versions up to 3.29 empty the
     file that names the holder. Old versions wait for ever if the file system refuses locks. Newer
@@ -372,7 +383,7 @@ def lock(folder: str, patience: float = 2.0) -> IO[str] | None:
         return None
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     file = os.fdopen(os.open(Path(folder, ".lock"), flags, 0o666), "r+")
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -396,12 +407,12 @@ def run_in_background(function: Callable[..., Any], *args: Any) -> "Future[Any]"
     """Start function(*args) in a new thread, which ends after that call.
 
     result() of the returned future waits for the call, and returns its result or raises its error.
-    At its end, the program waits for the thread.
+    Python waits for the thread at exit (not with os._exit). Two calls run at the same time.
     """
     return ThreadPoolExecutor(1).submit(function, *args)
 
 
-# ------------------------------------------------------------------------------------- text files
+# --------------------------------------------------------------------------------------- text files
 
 
 def write_text(folder: str, name: str, text: str) -> None:
@@ -412,24 +423,25 @@ def write_text(folder: str, name: str, text: str) -> None:
 
 
 def append_text(folder: str, name: str, line: str) -> None:
-    """Add a line, which has its line break, to a file. After an OSError no part of it is there.
+    """Add a line to a file. `line` must end with a line break.
 
-    The line is not fsynced: it may be lost in a power failure, but not when the process is killed.
+    After an OSError, no part of the line is in the file. The line is not fsynced: it may be lost in
+    a power failure, but not when the process is killed.
     """
     with open(Path(folder, name), "ab", buffering=0) as file:
-        end = file.tell()
-        if file.write(line.encode()) < len(line.encode()):
+        end, data = file.tell(), line.encode()
+        if file.write(data) < len(data):
             file.truncate(end)
-            raise OSError(f"{name}: no space left on device")
+            raise OSError(f"{name}: only a part could be written")
 
 
 def read_text(folder: str, name: str) -> str:
     """Return the text of a file, or "" if there is no such file. Invalid UTF-8 is replaced."""
     path = Path(folder, name)
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
-# ------------------------------------------------------------------------------------- durability
+# --------------------------------------------------------------------------------------- durability
 
 
 def make_folder(folder: str) -> None:
@@ -470,13 +482,12 @@ def _rename(folder: str, old: str, new: str) -> None:
 
 def fsync_folder(folder: str | Path) -> None:
     """Make the names in a folder durable. A new name may otherwise be lost in a power failure."""
-    if os.name != "posix":  # Windows cannot open a folder
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if os.name == "posix":  # Windows cannot open a folder
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def sha256(path: str | Path) -> str:

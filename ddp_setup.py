@@ -5,16 +5,20 @@
         for batch in batches_of(world.rank, world.size):
             train_one_step(model, batch)
             if any_rank(stop_requested(), world):
-                save_checkpoint(model)
+                if world.rank == 0:
+                    save_checkpoint(model)
                 break
 
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
 the processes that `spawn` below starts. A rank is one of the processes that train together.
 
-When a rank fails, it ends at once and does not wait for the other ranks. The other ranks then fail
-too, for example with "connection closed" in a collective. To print one error and not one per rank,
-the ranks share a key-value store (torch's TCPStore): the first rank that fails notes there that it
-reports the error. The other ranks find this note and end without a message.
+When a rank fails, it does not wait until the other ranks reach the same point: it ends within
+about 6 seconds. The other ranks then fail too, for example with "connection closed" in a
+collective. To print one error and not one per rank, the ranks share a key-value store (torch's
+TCPStore): the first rank that fails notes there that it reports the error. The other ranks find
+this note and end without a message.
+
+On Windows, this file can be imported, but stop_signals and spawn do not work.
 """
 
 import ctypes
@@ -36,7 +40,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# Importing torch takes a second, and the parent process can end during it. So note its id before.
+# Importing torch takes a second, and the parent process can end during the import. So note the
+# parent's id before the import.
 PARENT_PID = os.getppid()
 
 import torch  # noqa: E402
@@ -58,9 +63,7 @@ class LaunchEnv(NamedTuple):
     local_world_size: int = 1  # LOCAL_WORLD_SIZE: number of processes on this machine
     master_addr: str = ""  # MASTER_ADDR, MASTER_PORT: host and TCP port of the store of all ranks
     master_port: int = 0
-    agent_store: bool = (
-        False  # True: the launcher serves the store. False: rank 0 serves the store.
-    )
+    agent_store: bool = False  # whether the launcher serves the store; if not, rank 0 serves it
 
 
 class World(NamedTuple):
@@ -73,18 +76,17 @@ class World(NamedTuple):
     device: torch.device  # where the model and the batches of this rank belong
 
 
-# --- launch environment ---
+# ------------------------------------------------------------------------------- launch environment
 
 
 def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
     """Read the variables that torchrun sets for each process; without them, return the defaults.
 
     Each process reads its own variables; the ranks do not communicate here. ValueError is raised
-    if
-    - some of the variables are set, but others are missing, are not whole numbers, or do not fit,
-    or
-    - srun started several tasks and RANK is not set. Each task would train alone as a single
-    process.
+    - if RANK or WORLD_SIZE is set, but one of the variables is missing, is not a whole number, or
+      does not fit;
+    - if srun started several tasks, and neither RANK nor WORLD_SIZE is set. Each task would train
+      alone as a single process.
     """
     if "RANK" not in env and "WORLD_SIZE" not in env:
         if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -104,7 +106,7 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
     raise ValueError(f"launch variables are missing or do not fit (start with torchrun): {found}")
 
 
-# --- process group ---
+# ------------------------------------------------------------------------------------ process group
 
 
 @contextmanager
@@ -123,15 +125,19 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         ends their processes from a thread of its own.
 
     If an exception leaves the block, this function does not destroy the group, because that could
-    wait for a rank that is dead. The exception that the caller sees depends on the rank:
+    wait for a rank that is dead. A program that then wants to use process_group again must call
+    torch.distributed.destroy_process_group() before. The exception that the caller sees depends on
+    the rank:
     - The rank that failed first: its own exception, unchanged.
     - If a rank was lost without an exception (it was killed, or it does not answer within
       `timeout`), one of the other ranks: ConnectionError, which names the lost rank.
     - If the ranks wait for one another in different lines of the program, one rank:
       ConnectionError, which names the line of each rank.
-    - All other ranks: SystemExit. They must print nothing, because the rank above reports. The
-      exit code is the attribute `exit_code` of the rank's own exception (click's exceptions have
-      one) or 1.
+    - All other ranks: SystemExit. They must print nothing, because one of the ranks listed before
+      reports. The exit code is the attribute `exit_code` of the rank's own exception (click's
+      exceptions have one) or 1.
+    If the store itself is lost, all remaining ranks raise ConnectionError. This happens if rank 0
+    serves the store (the ranks were started without torchrun and spawn) and its process ends.
 
     sys.exit() and sys.exit(0) inside the block leave the group normally. sys.exit() with another
     code, and KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged,
@@ -141,6 +147,10 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
     ConnectionError if not all ranks connect within `timeout`. A device that is not available is a
     ValueError, which counts as an exception in the block.
+
+    Two side effects stay after the block. If all ranks are on one Linux machine, the environment
+    variable GLOO_SOCKET_IFNAME is set to "lo", unless it was set before. Under torchrun on Linux,
+    the kernel kills this process when torchrun ends.
     """
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -153,14 +163,14 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = _connect_to_store(env, timeout)
     # A program can use process_group several times. Each group needs its own keys in the store.
-    count = store.add(f"groups of {env.rank}", 1)
+    store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
     exit_request = None
     try:
         chosen = _select_device(device, env)
         cuda = chosen.type == "cuda"
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=dist.PrefixStore(f"group {count}", store),
+            store=store,
             rank=env.rank,
             world_size=env.world_size,
             timeout=timedelta(seconds=timeout),
@@ -236,8 +246,9 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 def _connect_to_store(env: LaunchEnv, timeout: float) -> dist.Store:
     """Connect to the store of all ranks. All ranks must call this function.
 
-    The result has a key prefix of its own, so keys from an earlier start of the ranks do not
-    disturb. Raises ConnectionError if not all ranks connect within `timeout` seconds.
+    Under torchrun, the keys get a prefix that is new for each start of the ranks, so that keys of
+    an earlier start are not read. Raises ConnectionError if not all ranks connect within `timeout`
+    seconds.
     """
     try:
         store = dist.TCPStore(
@@ -285,13 +296,16 @@ def _agree_on_run_id(store: dist.Store, env: LaunchEnv, timeout: float) -> str:
     return name
 
 
-# --- failure of a rank ---
+# -------------------------------------------------------------------------------- failure of a rank
 
 
 def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store, timeout: float) -> None:
-    """Return if this rank must raise `error` itself; else raise what process_group documents.
+    """Do nothing if this rank must raise `error` itself; otherwise raise another exception instead.
 
-    Each rank that fails calls this function. It waits for the others 1 second, or 6 at most.
+    process_group lists these exceptions. Each rank that fails calls this function. A rank whose
+    error is only the consequence of another rank's failure waits 1 second first. The store gets at
+    most 6 seconds to answer. Its keys must be those of this process group only, because an earlier
+    group may have failed too.
     """
     reason = ""
     # torch.distributed raises Dist...Error, but gloo raises a bare RuntimeError with these texts.
@@ -306,13 +320,15 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store, timeou
             line = f"{Path(frame.filename).name}:{frame.lineno}"
 
     def exchange_lines() -> list[str]:
-        store.set(f"{env.rank}", line)
+        store.set(f"line of {env.rank}", line)
         if reason:
-            time.sleep(1)  # Another rank has the cause of this error. Let that rank report first.
+            # This error follows from the failure of another rank. Let that rank report first.
+            time.sleep(1)
         if store.add("reported", 1) > 1:
             raise SystemExit(getattr(error, "exit_code", 1))
-        keys = [f"{rank}" for rank in range(env.world_size)]
-        return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        # If a rank has not set its key, compare_set sets it to "" and returns "".
+        keys = [f"line of {rank}" for rank in range(env.world_size)]
+        return [store.compare_set(key, "", "").decode() for key in keys]
 
     try:
         # If the network is down, a request to the store never returns. So wait 6 seconds at most.
@@ -345,7 +361,7 @@ def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
     return future
 
 
-# --- functions that all ranks call together ---
+# ----------------------------------------------------------- functions that all ranks call together
 
 
 def replicate(
@@ -377,7 +393,7 @@ def replicate(
 def any_rank(flag: bool, world: World) -> bool:
     """Return whether `flag` is true on at least one rank. All ranks must call this function.
 
-    All ranks get the same answer. On CUDA this waits for the work that the GPU has queued.
+    All ranks get the same answer. On CUDA, this waits until the GPU has finished the queued work.
     """
     if world.size == 1:
         return flag
@@ -399,7 +415,7 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     (world.device), because the current CUDA device of a new thread is GPU 0.
     """
     future = _in_thread(call)
-    # A rank that is ready waits in any_rank for the others, which come back every 0.1 seconds.
+    # A rank that is ready waits in any_rank for the others, which poll every 0.1 seconds.
     while any_rank(not future.done(), world):
         futures.wait([future], timeout=0.1)
     return future.result()
@@ -427,7 +443,7 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
     return outcome[0]  # type: ignore[no-any-return]
 
 
-# --- stop signals ---
+# ------------------------------------------------------------------------------------- stop signals
 
 
 @contextmanager
@@ -437,8 +453,9 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     The signals no longer interrupt the program. Call the yielded function once per step, together
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
     SIGINT ends the process at once with exit code 130, even during a long call into C++. A signal
-    that was blocked (signal.pthread_sigmask) before the `with` block is delivered now. The
-    previous handlers return when the block ends. Only the main thread can use this function.
+    that was blocked (signal.pthread_sigmask) before the `with` block is delivered when the block
+    begins. When the block ends, the previous handlers return, but the signals stay unblocked, even
+    if they were blocked before. Only the main thread can use this function. Linux and macOS only.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -466,15 +483,15 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         writer.close()
 
 
-# --- starting several ranks on this machine ---
+# ----------------------------------------------------------- starting several ranks on this machine
 
 
 def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
     Each process is a rank and must use process_group. `fn` must be a function at the top level of
-    a module, and `args` must be picklable. Only the main thread can call spawn. The script needs
-    `if __name__ == "__main__":`, because each rank imports the script again.
+    a module, and `args` must be picklable. Only the main thread can call spawn. Linux and macOS
+    only. The script needs `if __name__ == "__main__":`, because each rank imports the script again.
 
     The exit code is 0 if all ranks end with 0, else the code of the first rank that failed (1 if a
     signal killed it). A rank prints the traceback of its exception and ends with 1. When a rank
@@ -485,7 +502,8 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
         they are killed. Without this, a rank that hangs keeps this process waiting.
 
-    ChildProcessError, in one line for the user, is raised if no rank has reported an error and
+    ChildProcessError, whose message is one line for the user, is raised if no rank has reported an
+    error through process_group and
     - a signal killed a rank,
     - a rank did not end within `timeout`, or
     - a rank ended with an exit code that is neither 0 nor the same for all ranks.
@@ -522,11 +540,13 @@ def _wait_for_ranks(
         codes = [rank.exitcode for rank in ranks]
         if not code and any(codes):
             code = next(filter(None, codes))
-            how = f"ended with exit code {code}"
-            if code < 0:
-                how = f"was killed by {signal.Signals(-code).name}"
-            if store.add("0/reported", 1) == 1:  # "0" is the prefix that _connect_to_store uses.
-                problem = f"rank {codes.index(code)} {how}"
+            failed = codes.index(code)
+            # "0" is the prefix that _connect_to_store uses. The rank failed in its latest group.
+            group = store.add(f"0/groups of {failed}", 0)
+            if store.add(f"0/group {group}/reported", 1) == 1:
+                problem = f"rank {failed} ended with exit code {code}"
+                if code < 0:
+                    problem = f"rank {failed} was killed by {signal.Signals(-code).name}"
             deadline = now + 2
         if None not in codes:
             break

@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Config(NamedTuple):
-    """Holds everything that determines the shapes of a model. It is saved with the weights."""
+    """All settings of a model. The caller saves it with the weights."""
 
     vocab: int  # number of different tokens
-    block_size: int  # most tokens that the model attends to
+    block_size: int  # maximum context length in tokens; for its limits see GPT.forward
     layers: int
     heads: int
     embd: int  # width of the residual stream; a multiple of heads
@@ -41,7 +41,7 @@ class Config(NamedTuple):
 
 
 class Arch(NamedTuple):
-    """Describes in which respects an architecture differs from the others."""
+    """The settings in which architectures differ."""
 
     norm: Callable[[int], Callable[[Tensor], Tensor]]  # width -> function or module
     activation: Callable[[Tensor], Tensor]  # of the feed-forward layer
@@ -52,7 +52,9 @@ class Arch(NamedTuple):
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Divide x (..., C) by its root mean square over C. Autocast does not change its dtype."""
+    """Divide x (..., C) by its root mean square over C. The result has the dtype of x, also under
+    autocast.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return x * (norm.square() / x.shape[-1] + 1e-6).rsqrt().to(x.dtype)
@@ -141,13 +143,16 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: Tensor, cache: Cache | None = None, start: int = 0
     ) -> Tensor:
-        """Map x (B, T, C) to (B, T, C). GPT.forward explains `cache` and `start`."""
+        """Map x (B, T, C) to (B, T, C).
+
+        cos_sin: see rope. cache, start: see `caches` and `start` in GPT.forward.
+        """
         B, T, C = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
         qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
         qk, v = qkv[:2], qkv[2]
         q, k = apply_rope(rms_norm(qk), cos_sin) if self.rotary else qk
-        if cache is not None:
+        if cache:
             end = start + T
             cache.keys[:, :, start:end], cache.values[:, :, start:end] = k, v
             k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
@@ -186,13 +191,14 @@ class GPT(nn.Module):
             itself and to the tokens before it.
         caches: one Cache per layer, for sampling only. The keys and values of these tokens are
             written to the positions start, ..., start + T - 1, and the tokens attend to all
-            positions up to their own.
+            positions up to their own. Pass caches only in evaluation mode: they are ignored if
+            activations are checkpointed in training.
         start: position of the first token. start + T must be at most block_size if there are
             caches, or if the positions are learned.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
-        if self.positions is not None:
+        if self.positions:
             x = x + self.positions.weight[start : start + T]
         x = F.dropout(x, self.config.dropout, self.training)
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
@@ -209,15 +215,15 @@ class GPT(nn.Module):
             logits: Tensor = self.head(x)
             return logits
         # 2**28 float32 logits are 1 GiB. A GPU needs thousands of rows at a time to be busy.
-        rows, limit = x.flatten(0, 1), 1 << (28 if x.is_cuda else 25)
-        return cross_entropy(rows, self.head.weight, targets.flatten(), limit)
+        max_logits = 1 << (28 if x.is_cuda else 25)
+        return cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), max_logits)
 
 
-def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, logits: int) -> Tensor:
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -> Tensor:
     """Compute the sum over N rows of the cross-entropy, in nats, of the logits x @ weight.T.
 
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
-    logits: about how many float32 logits may exist at a time. If N * V is more, the rows are
+    max_logits: about how many float32 logits may exist at a time. If N * V is more, the rows are
         processed in parts, and the backward pass computes the logits of each part again.
     (F.linear_cross_entropy of torch 2.13 saves memory too, but accumulates the sum in bfloat16.)
     """
@@ -228,7 +234,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, logits: int) -> Te
         logits = F.linear(x, weight.view_as(weight))
         return F.cross_entropy(logits.float(), targets, reduction="sum")
 
-    rows = max(1, logits // len(weight))
+    rows = max(1, max_logits // len(weight))
     if len(x) <= rows:
         return part(x, targets)
     pairs = zip(x.split(rows), targets.split(rows))
@@ -237,29 +243,13 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, logits: int) -> Te
 
 
 def build(config: Config, seed: int, checkpoint_activations: bool = False) -> GPT:
-    """Build a model with initial weights that depend only on `config` and `seed`, on the CPU.
+    """Build a model on the CPU. Its initial weights depend only on `config` and `seed`.
 
-    The state of torch's global random generator does not change. ValueError if `config` is not
-    possible.
+    The state of torch's global random generators does not change, on any device. ValueError if
+    `config` is not valid.
     checkpoint_activations: keep only the input of each block in the forward pass and compute the
         rest again in the backward pass. This saves memory and gives the same gradients.
     """
-    _check(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = GPT(config, checkpoint_activations)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 2:
-                branch = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(
-                    parameter, std=ARCHS[config.arch].branch_std(config) if branch else 0.02
-                )
-    return model
-
-
-def _check(config: Config) -> None:
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
     for name in ("vocab", "block_size", "layers", "heads", "embd"):
@@ -267,18 +257,28 @@ def _check(config: Config) -> None:
             raise ValueError(f"{name} is {getattr(config, name)}; must be at least 1")
     if config.embd % config.heads:
         raise ValueError(f"embd {config.embd} is not divisible by heads {config.heads}")
-    width = config.embd // config.heads
-    if width % 2 and ARCHS[config.arch].rotary:
+    arch, width = ARCHS[config.arch], config.embd // config.heads
+    if width % 2 and arch.rotary:
         raise ValueError(f"embd / heads is {width}; rotary positions need an even number")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout is {config.dropout}; must be at least 0 and below 1")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
+        model = GPT(config, checkpoint_activations)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 2:
+                branch = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=arch.branch_std(config) if branch else 0.02)
+    return model
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """Compute (sum of the token losses in nats, number of tokens) of a batch (x, y).
 
     x: (B, T) int64 tokens. y: (B, T) int64, the token that follows each of x. `model` is a GPT, or
-        a wrapper of one, as DistributedDataParallel is.
+        a wrapper of one, for example DistributedDataParallel.
     """
     x, y = batch
     return model(x, y), y.numel()
@@ -288,7 +288,7 @@ def compile_(model: GPT) -> None:
     """Compile each block in place with torch.compile. The names of the parameters do not change.
 
     All blocks share one graph. Blocks are compiled one by one, so that in the backward pass the
-    gradients of one block can be sent while those of the next are computed.
+    gradients of one block can be sent while those of the block before it are computed.
     """
     for block in model.blocks:
         # With dynamic shapes, the second shape would replace the graph by a general one, which
@@ -303,7 +303,8 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
 
     "matrices": the two-dimensional weights of the blocks. "embeddings": token and position
     embeddings and the output layer. "vectors": biases and norm weights. A group can be empty. Each
-    parameter is in one group.
+    parameter is in one group. Pass the bare GPT, before or after wrapping, not the wrapper:
+    it changes the names, so all matrices would be in "embeddings".
     """
     kinds: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
     for name, parameter in model.named_parameters():
@@ -316,9 +317,8 @@ def flops_per_token(config: Config) -> int:
     """Count the floating-point operations of forward and backward pass for one token of a full
     sequence.
 
-    The formula counts 6 for each weight of a matrix that the token is multiplied with, and 12 * T *
-    C for the attention of each layer (Chowdhery et al., "PaLM", 2022, appendix B). Recomputed
-    activations do not count.
+    The formula counts 6 operations per matrix weight, and 12 * T * C for the attention of each
+    layer (Chowdhery et al., "PaLM", 2022, appendix B). Recomputed activations do not count.
     """
     matrices = 12 * config.layers * config.embd**2 + config.vocab * config.embd
     return 6 * matrices + 12 * config.layers * config.block_size * config.embd
@@ -334,9 +334,10 @@ def sample(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Generate one token after another, without end. ValueError if the prompt is empty.
+    """Generate one token after another, without end.
 
-    prompt: (T,) int64 on any device. Only its last block_size tokens are used.
+    prompt: (T,) int64 on any device. Only its last block_size tokens are used. ValueError if it is
+        empty, at the first next() and not at the call.
     temperature, top_k, top_p, generator: see sample_token.
 
     Each token costs the computation of one position, because keys and values are cached. When the
@@ -366,11 +367,7 @@ def sample(
 
 
 def sample_token(
-    logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    generator: torch.Generator | None,
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> int:
     """Draw one token from logits (V,).
 
@@ -386,8 +383,7 @@ def sample_token(
     # The largest logit becomes 0, so that a very small temperature cannot make it overflow.
     ranked = (ranked - ranked[0]) / max(temperature, 1e-30)
     probabilities = ranked[: top_k or None].softmax(0)
-    likelier = (
-        probabilities.cumsum(0) - probabilities
-    )  # total probability of all more likely tokens
+    # the total probability of all tokens that are more likely than each
+    likelier = probabilities.cumsum(0) - probabilities
     probabilities[1:][likelier[1:] >= top_p] = 0
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -17,8 +17,10 @@ back-propagates sum * world_size / (count of the global batch, that is, of all m
 ranks in this step). DistributedDataParallel averages over the ranks, so the result is the exact
 mean gradient of the global batch, no matter how the batch was divided.
 
-Everything here also works without a process group. With one, all ranks must call the same functions
-in the same order, and their model must be wrapped in DistributedDataParallel.
+Everything here also works without a process group. In a process group, all ranks must call the same
+functions in the same order, and the model must be wrapped in DistributedDataParallel (DDP), or in
+FSDP with sync_each=True. A trailing underscore in the name of a function (train_) means, as in
+torch, that it changes its arguments.
 """
 
 import hashlib
@@ -55,7 +57,8 @@ class Report:
     grad_norm: Tensor  # L2 norm of the mean gradient of the global batch, before clipping
     lr: float  # learning rate of the first parameter group of the first optimizer
     count: Tensor  # sum over all ranks of what the loss function counted in this step
-    skipped: Tensor  # steps skipped by this call of train_: loss or gradient was not finite
+    # number of steps that this call has skipped so far, because loss or gradient was not finite
+    skipped: Tensor
     stop: bool  # some rank's stop() was true
 
 
@@ -83,19 +86,21 @@ def train_(
 
     All ranks must iterate over it together; like any generator, it does nothing before the first
     next(). The first yielded number is start + 1. train_ calls model.train() once, at the start.
-    Gradients must be empty at the start. After each step they are deleted (set to None).
+    Gradients must be empty at the start. After each step, the gradients of all parameters of the
+    optimizers are deleted (set to None); those of other parameters accumulate.
 
     start: number of steps that were done before, in an earlier run.
     steps: for each step, a list of at least one micro-batch of this rank, and the count of the
         global batch: what loss_fn counts in the micro-batches of all ranks together. All ranks need
         the same number of steps; their numbers of micro-batches may differ. A rank without data in
-        a step passes a micro-batch of any data and the count 0. This micro-batch is computed, but
-        has no influence on gradients and report.
+        a step passes a micro-batch of any data with a finite loss, and the count 0. This
+        micro-batch is computed, but has no influence on gradients and report. (BatchNorm statistics
+        do change.)
     loss_fn: must return a sum, not a mean, and the count of its terms.
-    lr_at: maps the number of steps done before a step (start in the first) to a factor. The
-        learning rate of each parameter group is set to this factor times the group's "initial_lr",
-        which is set to the group's "lr" if it does not exist. With None, learning rates are not
-        changed, so a scheduler from torch.optim.lr_scheduler can set them.
+    lr_at: lr_at(step), with step = number of finished steps (`start` in the first), returns a
+        factor. The learning rate of each parameter group is set to this factor times the group's
+        "initial_lr", which is set to the group's "lr" if it does not exist. With None, learning
+        rates are not changed, so a scheduler from torch.optim.lr_scheduler can set them.
     clip: maximum for the L2 norm of the mean gradient over all parameters of all optimizers.
     dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
@@ -105,8 +110,9 @@ def train_(
     stop: is called once per step on each rank. If it returns true on any rank, report.stop is true
         on all.
     patience: if the loss or the gradient norm is not finite, a step changes no weight and no
-        optimizer state on any rank, and training continues. In the patience-th such step in a row,
-        Diverged is raised instead of the Report.
+        optimizer state on any rank, and training continues. (Buffers such as BatchNorm statistics
+        do change.) In the patience-th such step in a row, Diverged is raised instead of the Report.
+        With float16, the steps in which GradScaler finds an overflow count too.
     sync_each: False: only the backward pass of the last micro-batch synchronises gradients; the
         others use model.no_sync(), which DistributedDataParallel has. True: each backward pass
         synchronises, as FSDP needs it. All ranks then need the same number of micro-batches per
@@ -114,14 +120,17 @@ def train_(
 
     ValueError: there are several ranks, sync_each is False, and the model has no method no_sync.
         Without DistributedDataParallel each rank would train a model of its own.
-    ValueError: the declared count of a step is not what loss_fn counted. Gradients would be scaled
-        wrongly.
+    ValueError: the declared count of a step is not what loss_fn counted. The gradients of this step
+        were scaled wrongly, and the update has been made (on CUDA also the next one): discard the
+        model. A rank that declared 0 does not raise.
+    ValueError: the list of micro-batches of a step is empty. It is raised on that rank only.
 
     On CUDA the host does not wait for the step that it has just queued, but reads the flags of the
     step before. So report.stop is true one step later than on a CPU, and Diverged and the
-    ValueError for the count are raised one step later; they name the right step. An optimizer that
-    is not fused does wait for the device in each step, because the host has to decide whether to
-    skip the update.
+    ValueError for the count are raised one step later; they name the right step. Those of the last
+    step are raised when `steps` ends: a caller that leaves the loop with break never gets them.
+    With an optimizer that is not fused, the host waits for the device in each step, because it has
+    to decide whether to skip the update.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -133,7 +142,7 @@ def train_(
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
     # Functions that read the flags of a step. partial(bool)() is False: no rank asked to stop.
-    unread = [partial(bool)] * _read_delay(device)
+    queue = [partial(bool)] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
         _seed(device, seed, step, rank)
@@ -147,10 +156,9 @@ def train_(
         norm, finite = _update_(optimizers, scaler, clip, loss)
         skipped, in_a_row = skipped + ~finite, (in_a_row + 1) * ~finite
         read = to_host(torch.stack([*sums[1:], in_a_row]))
-        unread.append(partial(_read_flags, read, step + 1, total, patience))
-        lr = float(groups[0]["lr"])
-        yield step + 1, Report(loss, norm, lr, sums[1], skipped, unread.pop(0)())
-    for read_flags in unread:
+        queue.append(partial(_read_flags, read, step + 1, total, patience))
+        yield step + 1, Report(loss, norm, float(groups[0]["lr"]), sums[1], skipped, queue.pop(0)())
+    for read_flags in queue:
         read_flags()
 
 
@@ -163,8 +171,10 @@ def _read_flags(read: Reader, step: int, declared: int, patience: int) -> bool:
             f"step {step}: the declared count is {declared}, but loss_fn counted {counted:g}"
         )
     if bad >= patience:
-        what = f"loss or gradient not finite {patience} times in a row, up to step {step}"
-        raise Diverged(f"{what}; try a lower learning rate")
+        raise Diverged(
+            f"loss or gradient not finite {patience} times in a row, up to step {step}; "
+            "try a lower learning rate"
+        )
     return stopping > 0
 
 
@@ -211,7 +221,7 @@ def _backward_(
             if weight:
                 sums[0] += loss_sum.detach()
                 sums[1] += count
-            if last:  # start now, so that the sums travel while the backward pass computes
+            if last:  # start now, so that the sums are sent while the backward pass computes
                 wait = _sum_over_ranks_(sums)
             scaler.scale(loss_sum * weight).backward()
     wait()
@@ -267,9 +277,11 @@ def evaluate(
 
     All ranks must call it. Their numbers of batches may differ, and may be 0. (With FSDP they must
     be equal, see extras/fsdp.py: pad_batches.) Returns NaN if the loss function counted nothing.
-    stop: is called once per batch. If it returns true on any rank, all ranks return None. On CUDA
-        they notice one batch later.
-    The model is in evaluation mode during the call. Then each submodule returns to its own mode.
+    stop: is called once per round. A round is one batch on each rank that still has one, so `stop`
+        is also called in rounds without a batch on this rank. If it returns true on any rank, all
+        ranks return None. On CUDA they notice one round later.
+    The model is in evaluation mode during the call. Then each submodule returns to its own mode,
+    also if an exception is raised.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # DDP's forward pass may communicate, which needs equal numbers of batches.
@@ -278,27 +290,29 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
-    no_batch, unread = object(), [lambda: [1.0, 0.0]] * _read_delay(device)
-    for batch in chain(batches, repeat(no_batch)):
-        # [number of ranks that have a batch, number of ranks that ask to stop]
-        flags = torch.zeros_like(sums)
-        # Assigning a Python number fills on the device. Copying a tensor from the host could wait
-        # for the device.
-        flags[0], flags[1] = batch is not no_batch, stop()
-        wait = _sum_over_ranks_(flags)
-        if batch is not no_batch:
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss_sum, count = loss_fn(model, to_device(batch, device))
-            sums[0] += loss_sum
-            sums[1] += count
-        wait()
-        unread.append(to_host(flags))
-        busy, stopping = unread.pop(0)()
-        if stopping or not busy:
-            break
-    _sum_over_ranks_(sums)()
-    for module, training in modes:
-        module.training = training
+    no_batch, queue = object(), [lambda: [1.0, 0.0]] * _read_delay(device)
+    try:
+        for batch in chain(batches, repeat(no_batch)):
+            # [number of ranks that have a batch, number of ranks that ask to stop]
+            flags = torch.zeros_like(sums)
+            # Assigning a Python number fills on the device. Copying a tensor from the host could
+            # wait for the device.
+            flags[0], flags[1] = batch is not no_batch, stop()
+            wait = _sum_over_ranks_(flags)
+            if batch is not no_batch:
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                    loss_sum, count = loss_fn(model, to_device(batch, device))
+                sums[0] += loss_sum
+                sums[1] += count
+            wait()
+            queue.append(to_host(flags))
+            busy, stopping = queue.pop(0)()
+            if stopping or not busy:
+                break
+        _sum_over_ranks_(sums)()
+    finally:
+        for module, training in modes:
+            module.training = training
     return None if stopping else float(sums[0] / sums[1])
 
 
@@ -357,7 +371,10 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
 
 
 def to_host(values: Tensor) -> Reader:
-    """Start to copy a tensor (N,) to the host; return a function that waits and returns a list."""
+    """Start to copy a tensor (N,) to the host; return a function that waits and returns a list.
+
+    The copy starts at once only on CUDA. On other devices the copy is made by the function.
+    """
     if not values.is_cuda:
         return values.tolist
     host = values.to("cpu", non_blocking=True)  # into pinned memory
@@ -389,10 +406,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
-    """Return a factor for the learning rate in step 0, 1, ...: a linear warm-up, then a linear decay.
+    """Return a factor for the learning rate in step 0, 1, ...: linear warm-up, then linear decay.
 
-    The warm-up is 1 / warmup_steps, 2 / warmup_steps, ..., 1. The decay ends with `floor` at step
-    `total`. For other schedules write such a function, or use torch.optim.lr_scheduler.
+    The warm-up is 1 / warmup_steps, 2 / warmup_steps, ..., 1. The decay would reach `floor` at
+    step `total`, one after the last. For other schedules write such a function, or use
+    torch.optim.lr_scheduler.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))

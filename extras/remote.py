@@ -170,7 +170,7 @@ def _make_folder(url: str) -> None:
         fs.makedirs(path, exist_ok=True)
 
 
-def _lock(url: str, patience: float = 0.0) -> None:
+def _lock(url: str, timeout: float = 0.0) -> None:
     """Return None, because an object store has no locks."""
 
 

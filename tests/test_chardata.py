@@ -790,6 +790,14 @@ def test_a_vocabulary_size_for_text_is_refused(kind, tmp_path):
         chardata.read([], kind, vocab=100)
 
 
+@pytest.mark.parametrize("kind", ["word", "ids", ""])
+def test_an_unknown_kind_of_text_is_refused(kind, tmp_path):
+    (tmp_path / "x.txt").write_text("abc")
+    for files in ([str(tmp_path / "x.txt")], []):
+        with pytest.raises(ValueError, match=f"^kind '{kind}' is not char or byte$"):
+            chardata.read(files, kind)
+
+
 @pytest.mark.parametrize("data", ["missing.txt", "missing*", "nowhere/x"])
 def test_a_missing_file_is_named(data, tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
@@ -801,6 +809,16 @@ def test_a_folder_is_refused_with_what_to_write_instead(tmp_path):
     with pytest.raises(IsADirectoryError) as caught:
         chardata.list_files(str(tmp_path))
     assert f"'{tmp_path}/*.txt'" in str(caught.value)
+
+
+def test_a_pattern_at_any_depth_needs_the_ending_of_the_files(tmp_path):
+    (tmp_path / "folder").mkdir()
+    names = [tmp_path / "a.txt", tmp_path / "folder" / "b.txt"]
+    for name in names:
+        name.write_text("abc")
+    assert chardata.list_files(f"{tmp_path}/**/*.txt") == [str(name) for name in names]
+    with pytest.raises(IsADirectoryError):
+        chardata.list_files(f"{tmp_path}/**")
 
 
 # ----------------------------------------------------------------------------------------- digest

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +40,7 @@ TORCHRUN = [
 ]
 TIMED_OUT = "DataLoader timed out after 5 seconds"  # as torch writes it
 
-# --- what the ranks do ---
+# -------------------------------------------------------------------------------- what the ranks do
 
 
 def main(name: str, *args: str) -> None:
@@ -141,6 +141,19 @@ def exit_inside_the_block(ranks: str, code: str) -> None:
         dist.barrier()
 
 
+def fail_in_the_second_group(how: str) -> None:
+    """All ranks fail in a first process group, and the program goes on. Then rank 1 fails in a second one."""
+    with suppress(ValueError, SystemExit), ddp_setup.process_group("no device"):
+        pass
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        dist.barrier()
+        if world.rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("in the second group")
+        dist.barrier()
+
+
 def compute_without_end(folder: str) -> None:
     with ddp_setup.process_group("cpu") as world:
         Path(folder, f"{world.rank} is up").touch()
@@ -163,7 +176,7 @@ def raise_without_catching() -> None:
     raise ValueError("the function does not catch this")
 
 
-# --- launch environment ---
+# ------------------------------------------------------------------------------- launch environment
 
 
 ELASTIC = dict(
@@ -242,7 +255,7 @@ def test_launch_variables_that_do_not_fit_are_an_error_that_shows_them(wrong):
         assert f"'{name}': '{value}'" in str(caught.value)
 
 
-# --- CPUs ---
+# --------------------------------------------------------------------------------------------- CPUs
 
 QUOTAS = {  # content of the cgroup's files, CPUs that it allows
     "version 2": ({"cpu.max": "400000 100000\n"}, 4),
@@ -281,7 +294,7 @@ def test_available_cpus_respects_the_affinity(tmp_path):
         os.sched_setaffinity(0, before)
 
 
-# --- a single process ---
+# --------------------------------------------------------------------------------- a single process
 
 
 @pytest.fixture
@@ -373,7 +386,7 @@ def test_sync_batch_norm_uses_the_statistics_of_all_ranks():
     assert ddp_setup.spawn(compare_batch_norm_statistics, 2) == 0
 
 
-# --- stop signals ---
+# ------------------------------------------------------------------------------------- stop signals
 
 
 @pytest.mark.parametrize("number", sorted(ddp_setup.STOP_SIGNALS))
@@ -437,7 +450,7 @@ def test_a_spawn_that_cannot_start_leaves_the_signal_mask_as_it_was():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# --- several ranks ---
+# ------------------------------------------------------------------------------------ several ranks
 
 
 class Ended(NamedTuple):
@@ -489,6 +502,8 @@ def runs(tmp_path_factory):
         never_ends=spawned("rank_1_never_ends"),
         exit_7=spawned("exit_inside_the_block", "1", "7"),
         exit_0=spawned("exit_inside_the_block", "1", "0"),
+        second_error=spawned("fail_in_the_second_group", "error"),
+        second_killed=spawned("fail_in_the_second_group", "killed"),
     ) as begun:
         yield lambda name: begun[name].result()
 
@@ -582,12 +597,26 @@ def test_after_sys_exit_of_one_rank_without_a_code_the_rank_that_waits_names_it(
     ]
 
 
+@pytest.mark.parametrize(
+    "run, line",
+    [
+        ("second_error", "rank 1: in the second group"),
+        ("second_killed", "spawn: rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_an_error_in_a_second_group_is_reported_although_the_first_group_failed_too(
+    runs, run, line
+):
+    ended = runs(run)
+    assert ended.codes == [1] and ended.lines() == [line]
+
+
 def test_an_exception_that_the_function_does_not_catch_is_printed(capfd):
     assert ddp_setup.spawn(raise_without_catching, 1) == 1
     assert "ValueError: the function does not catch this" in capfd.readouterr().err
 
 
-# --- around a whole run ---
+# ------------------------------------------------------------------------------- around a whole run
 
 
 @contextmanager

@@ -47,8 +47,7 @@ def random_tokens(*shape, vocab=SMALL.vocab, seed=0):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# -----------------------------------------------------------------------------------------------
-# references
+# --------------------------------------------------------------------------------------- references
 
 
 def gpt2_reference(weights, tokens, config):
@@ -193,8 +192,7 @@ def test_dropout_in_attention_is_random_and_keeps_the_mean(S, copies):
     assert abs(sums.mean() - 1) < 6 * sums.std() / sums.numel() ** 0.5
 
 
-# ------------------------------------------------------------------------------------------------
-# the weights
+# -------------------------------------------------------------------------------------- the weights
 
 
 def test_gpt2_small_has_the_published_number_of_parameters():
@@ -205,11 +203,15 @@ def test_gpt2_small_has_the_published_number_of_parameters():
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_initial_weights_depend_only_on_the_seed_and_the_global_generator_does_not_change(arch):
+def test_initial_weights_depend_only_on_the_seed_and_global_generators_do_not_change(
+    arch, monkeypatch
+):
     config = SMALL._replace(arch=arch)
     torch.manual_seed(5)
     before = torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeded the GPUs"))
     first = gpt.build(config, seed=0)
+    monkeypatch.undo()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
     again, other = gpt.build(config, seed=0), gpt.build(config, seed=1)
@@ -280,8 +282,7 @@ def test_an_impossible_config_is_an_error_that_names_the_values(changes, message
     assert str(caught.value) == message
 
 
-# ------------------------------------------------------------------------------------------- loss
-# and figures
+# ---------------------------------------------------------------------------------- loss and FLOPs
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -322,7 +323,7 @@ def test_cross_entropy_in_parts_gives_the_same_loss_and_gradients(parts):
     targets = torch.randint(31, (100,))
     inputs = x.requires_grad_(), weight.requires_grad_()
     theirs = F.cross_entropy((x @ weight.T).float(), targets, reduction="sum")
-    ours = gpt.cross_entropy(x, weight, targets, logits=31 * 100 // parts)
+    ours = gpt.cross_entropy(x, weight, targets, max_logits=31 * 100 // parts)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(
         torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs)
@@ -346,7 +347,7 @@ def test_cross_entropy_never_holds_more_logits_than_allowed():
             return out
 
     with Watch():
-        gpt.cross_entropy(x, weight, targets, logits=500).backward()
+        gpt.cross_entropy(x, weight, targets, max_logits=500).backward()
     assert max(largest) == 500
 
 
@@ -413,8 +414,7 @@ def test_dropout_is_random_in_training_and_off_in_evaluation(arch):
     assert not torch.equal(model(tokens), model(tokens))
 
 
-# -------------------------------------------------------------------------------------------------
-# sampling
+# ----------------------------------------------------------------------------------------- sampling
 
 
 def sample_without_a_cache(model, prompt, temperature, generator):
@@ -493,9 +493,10 @@ def test_sampled_tokens_depend_only_on_the_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_empty_prompt_is_an_error():
+def test_an_empty_prompt_is_an_error_at_the_first_next():
+    tokens = gpt.sample(random_model("modern"), random_tokens(0))
     with pytest.raises(ValueError, match="the prompt is empty"):
-        next(gpt.sample(random_model("modern"), random_tokens(0)))
+        next(tokens)
 
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.0, 1.9])
@@ -564,10 +565,10 @@ def test_gradients_of_many_parts_are_not_accumulated_in_bfloat16():
     torch.manual_seed(0)
     x, targets = torch.randn(2048, 32), torch.randint(256, (2048,))
 
-    def gradient(logits):
+    def gradient(max_logits):
         weight = nn.Parameter(torch.linspace(-0.1, 0.1, 256 * 32).view(256, 32).clone())
         with torch.autocast("cpu", torch.bfloat16):
-            gpt.cross_entropy(x, weight, targets, logits).backward()
+            gpt.cross_entropy(x, weight, targets, max_logits).backward()
         return weight.grad
 
     whole, parts = gradient(2048 * 256), gradient(16 * 256)

@@ -83,7 +83,7 @@ def divide_rows(batches, world, accum):
         )
 
 
-# --- jobs that every rank runs ---
+# ------------------------------------------------------------------------ jobs that every rank runs
 
 
 def whole_batches(world, accum):
@@ -316,7 +316,7 @@ def ranks(tmp_path_factory):
     return {1: [every_job(ONE)], **results}.__getitem__
 
 
-# --- arithmetic ---
+# --------------------------------------------------------------------------------------- arithmetic
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +430,7 @@ def test_clipping_uses_one_norm_for_all_optimizers():
     assert [layer.weight.item() for layer in model] == pytest.approx([-0.6, -1.6], rel=1e-6)
 
 
-# --- learning rates ---
+# ----------------------------------------------------------------------------------- learning rates
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_without_lr_at_a_torch_scheduler_sets_the_learning_rate():
     assert rates == [(1.0, 1.0), (1.0, 1.0), (0.5, 0.5), (0.5, 0.5), (0.25, 0.25)]
 
 
-# --- mixed precision ---
+# ---------------------------------------------------------------------------------- mixed precision
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -512,7 +512,7 @@ def test_an_overflow_with_a_grad_scaler_skips_the_step_and_lowers_the_scale():
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[0.7, 0.6]]), rtol=1e-5, atol=0)
 
 
-# --- not a number ---
+# ------------------------------------------------------------------------------------- not a number
 
 
 @SIZES
@@ -592,7 +592,7 @@ def test_patience_sets_the_number_of_bad_steps():
         )
 
 
-# --- agreement ---
+# ---------------------------------------------------------------------------------------- agreement
 
 
 @SIZES
@@ -657,6 +657,14 @@ def test_evaluation_restores_the_mode_of_each_submodule():
     assert (model.training, model[1].training) == (True, False)
 
 
+def test_an_evaluation_that_fails_restores_the_mode():
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+    model[1].eval()
+    with pytest.raises(RuntimeError):
+        loop.evaluate(model, [X[:, :2]], lambda model, x: (model(x).sum(), len(x)))
+    assert (model.training, model[1].training) == (True, False)
+
+
 def test_evaluation_uses_the_whole_model_if_a_submodule_is_named_module():
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -669,7 +677,7 @@ def test_evaluation_uses_the_whole_model_if_a_submodule_is_named_module():
     assert loop.evaluate(Shifted(), [torch.ones(1, 1).double()], first) == 10.0
 
 
-# --- batches to steps ---
+# --------------------------------------------------------------------------------- batches to steps
 
 
 @SIZES
@@ -704,8 +712,8 @@ def test_group_batches_leaves_out_steps_with_count_0():
 
 
 def test_group_batches_reads_one_step_ahead():
-    """The counts of a step travel while the step before is computed, so the host need not wait for
-    CUDA.
+    """The counts of a step are sent while the step before is computed, so that the host need not
+    wait for CUDA.
     """
     events = []
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,9 @@ def said_secret(text):
 def test_storage_has_functions_with_the_names_and_arguments_of_ckpt(files, url):
     changed = {name for name in vars(files) if getattr(files, name) is not getattr(ckpt, name)}
     assert {"save", "newest", "lock", "append_text"} < changed and len(changed) == 13
+    for name in changed:  # the first argument is `url` instead of `folder`
+        ours, theirs = (list(signature(getattr(m, name)).parameters) for m in (files, ckpt))
+        assert ours[1:] == theirs[1:], name
     assert files.snapshot is ckpt.snapshot and files.restore_ is ckpt.restore_
     assert files.list_checkpoints(url) == [] and files.newest(url) == (None, [])
     files.make_folder(url)
