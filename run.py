@@ -216,26 +216,28 @@ def train(flags: Flags, given: set[str]) -> int:
     """Train until the last step or a stop signal; return the exit code. Every rank runs this.
 
     given: the names of the flags that the user set, on the command line, in the environment or in a
-    file. A checkpoint has the others, except NOT_RESTORED.
+    file. The other flags are taken from the checkpoint, except those in NOT_RESTORED.
     """
-    signals, errors = ddp_setup.stop_signals(), usage_errors()
-    group = ddp_setup.process_group(flags.device, flags.timeout)
-    # Inside the group, `errors` gives an error its exit code before a rank is chosen to report it.
-    with usage_errors(), signals as asked, group as world, errors:
+    with (
+        usage_errors(),  # for the errors of process_group itself
+        ddp_setup.stop_signals() as asked,
+        ddp_setup.process_group(flags.device, flags.timeout) as world,
+        usage_errors(),  # sets the exit code before process_group chooses which rank reports
+    ):
         first, share = world.rank == 0, {"rank": world.rank, "world_size": world.size}
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 finds the start: the newest checkpoint that verifies, an imported model, or {}.
-        start, state, rejected = find_start(flags, storage, world)
-        flags = merge_saved_flags(flags, given, start)
-        start_step = start.get("step", 0)
+        # Rank 0 finds the start of the run, `state`. All ranks get its small parts, `saved`, or {}.
+        saved, state, rejected = find_start(flags, storage, world)
+        flags = merge_saved_flags(flags, given, saved)
+        start_step = saved.get("step", 0)
 
-        # The data must be the same on all ranks, and the same as before.
-        chars = start["vocabulary"]["chars"] if start else ""
+        # The data must be the same on all ranks (from_rank_zero returns rank 0's digest on all).
+        chars = saved["vocabulary"]["chars"] if saved else ""
         corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
         digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
-        plan, val_plan = plan_batches(flags, corpus, {digest, start.get("data", digest)})
+        plan, val_plan = plan_batches(flags, corpus, expected={digest, saved.get("data", digest)})
         steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
@@ -246,21 +248,22 @@ def train(flags: Flags, given: set[str]) -> int:
         flops_per_token = gpt.flops_per_token(config)
         dtype = getattr(torch, pick_dtype(flags.dtype, world.device))
         machine = {"ranks": world.size, "peak_flops": math.nan}
-        with suppress(FileNotFoundError):  # mfu and a check of the memory need this extra
+        with suppress(FileNotFoundError):  # no extra: mfu is unknown, the memory is not checked
             describe = extra("machine").describe
             machine |= describe(world.device, dtype, world.size, flags.strategy, config)
         model = gpt.build(config, flags.seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
             gpt.compile_(model)
-        replica, fsdp = replicate(model, flags, world)
+        replica, sharding = replicate(model, flags, world)
         profiling = extra("profiling") if flags.profile else None
         board = extra("board") if flags.tensorboard else None
         optimizers = make_optimizers(model, flags)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-        if start:
-            with usage_errors(f"{start['name']}: "):
+        if saved:
+            with usage_errors(f"{saved['name']}: "):
                 storage.restore_(state, replica, optimizers)
-            scaler.load_state_dict(start.get("scaler") or scaler.state_dict())
+            if saved.get("scaler"):  # it is empty after a run in another dtype than float16
+                scaler.load_state_dict(saved["scaler"])
         if start_step >= total:
             if first:
                 say(f"The run in {flags.out} is finished: {start_step} steps. {HOW_TO_CONTINUE}")
@@ -268,21 +271,19 @@ def train(flags: Flags, given: set[str]) -> int:
 
         # The --out folder. Nothing is written to it before this point.
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
-        vocab = corpus.vocab if corpus.kind in ("ids", "tokenizer") else None
-        used_flags = json.loads(without_password(json.dumps(vars(flags))))
-        used_flags |= {"dtype": f"{dtype}".removeprefix("torch."), "vocab": vocab}
+        used_flags = flags_in_use(flags, corpus, dtype)
         saved_config = {key: used_flags[key] for key in used_flags if key not in NOT_RESTORED}
-        held: list[object] = []  # the lock of the folder, until this function returns
-        rest = (start_step, rejected, used_flags | machine, held)
+        held: list[object] = []  # keeps the lock of the folder until this function returns
+        prepare = partial(prepare_folder, flags, storage, start_step, rejected)
         with usage_errors(f"--out {flags.out}: "):
-            seconds = ddp_setup.from_rank_zero(lambda: prepare_folder(flags, storage, *rest), world)
+            seconds = ddp_setup.from_rank_zero(lambda: prepare(used_flags | machine, held), world)
             if sharded:
                 storage.check_shared_folder(flags.out)
 
         loss_fn: loop.LossFn = gpt.loss
         batches = chardata.steps(plan, **share, accum=flags.accum, start=start_step)
-        if fsdp and flags.strategy == "fsdp":  # it needs equal numbers of batches on all ranks
-            batches, loss_fn = fsdp.pad_steps(batches, loss_fn, flags.timeout)
+        if sharding and flags.strategy == "fsdp":  # unlike zero, it needs equal numbers of batches
+            batches, loss_fn = sharding.pad_steps(batches, loss_fn, flags.timeout)
         training: Iterator[tuple[int, loop.Report]] = loop.train_(
             replica,
             optimizers,
@@ -299,12 +300,14 @@ def train(flags: Flags, given: set[str]) -> int:
         )
         if first and profiling:
             training = profiling.traced(training, flags.profile, f"{flags.out}/trace.json")
-        if first and board:
+        if first and board:  # only rank 0 appends metrics
             storage = board.storage(storage, flags.out, start_step)
         writing: Future[object] | None = None
         collect_garbage_again()
         logged, began = start_step, time.perf_counter()
-        logged_at = began  # the time of evaluations and saves is added to both
+        logged_at = (
+            began  # both times move forward by each pause: evaluations and saves do not count
+        )
 
         def log(record: State) -> None:
             record["seconds"] = round(seconds + time.perf_counter() - PROCESS_START, 3)
@@ -328,39 +331,41 @@ def train(flags: Flags, given: set[str]) -> int:
                     log(record | {"skipped": int(report.skipped)})
                     left = (total - step) * (now - began) / (step - start_step)
                     draw(format_record(record, total, left))
-                pause = time.perf_counter()
+                paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
-                    windows, loss_fn = chardata.every_window(val_plan, **share), gpt.loss
-                    if fsdp:
-                        windows, loss_fn = fsdp.pad_batches(replica, windows, loss_fn)
-                    val_loss = loop.evaluate(replica, windows, loss_fn, dtype, stop=asked)
+                    windows, eval_loss = chardata.every_window(val_plan, **share), gpt.loss
+                    if sharding:
+                        windows, eval_loss = sharding.pad_batches(replica, windows, eval_loss)
+                    val_loss = loop.evaluate(replica, windows, eval_loss, dtype, stop=asked)
                     stopped = val_loss is None  # the evaluation was interrupted
                     if first and not stopped:
                         log({"step": step, "val_loss": val_loss})
                         say(f"step {step}  validation loss {val_loss:.4f}")
 
-                # Weights with a loss that is not finite are saved only if this is the last chance.
+                # Weights with a loss or gradient that is not finite are saved only at the end.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 if stopped or last or due:
                     chardata.verify_unchanged(corpus)
                     ddp_setup.wait_together(partial(wait_for_save, writing), world)
                     small = {"step": step, "data": digest, "scaler": scaler.state_dict()}
                     small |= {"config": saved_config, "vocabulary": vocabulary}
+                    # Every rank takes part in the snapshot; rank 0, or with shards each rank, writes.
                     state = storage.snapshot(replica, optimizers, **small)
                     if first or sharded:
                         args = (flags.out, state, step, val_loss, flags.keep)
                         writing = ckpt.run_in_background(storage.save_and_prune, *args)
-                pause = time.perf_counter() - pause
+                pause = time.perf_counter() - paused_at
                 began, logged_at = began + pause, logged_at + pause
                 if stopped or last:
                     break
-        except loop.Diverged:  # on all ranks; the checkpoint that is being written is good
+        except loop.Diverged:  # all ranks raise it; the checkpoint that is being written is good
             ddp_setup.wait_together(partial(wait_for_save, writing), world)
             raise
-        except (ValueError, OSError):  # perhaps on this rank only
+        except (ValueError, OSError):  # perhaps on this rank only, so it cannot wait for the others
             wait_for_save(writing)
             raise
+        # With shards, the save of rank 0 ends after those of all ranks.
         written = ddp_setup.from_rank_zero(lambda: wait_for_save(writing), world)
     if first and stopped:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
@@ -368,11 +373,8 @@ def train(flags: Flags, given: set[str]) -> int:
         rate = (tokens_at(total) - tokens_at(start_step)) / (logged_at - began)
         quality = "no validation" if val_loss is None else f"validation loss {val_loss:.4f}"
         say(f"Done: {total} steps, {quality}, {rate:,.0f} tokens/s; see {flags.out}.")
-        if not fsdp:
-            say("A sample:")
-            # Without "force_eager", each length of the context would be compiled.
-            with torch.compiler.set_stance("force_eager"), warn_of_os_errors("output"):
-                print_sample(model, vocabulary, plan.tokens[0][:1], 400)
+        if not sharding:
+            print_first_sample(model, vocabulary, plan.tokens[0][:1])
     return FAILED if not written else STOPPED if stopped else DONE
 
 
@@ -382,6 +384,7 @@ def train(flags: Flags, given: set[str]) -> int:
 def open_storage(out: str, write_sharded: bool = False) -> ModuleType:
     """Return ckpt.py for a local folder, else an extra with functions of the same names."""
     storage: ModuleType = ckpt
+    # A name without .pt is the name of a sharded checkpoint.
     if "://" in out:
         storage = extra("remote").storage(ckpt, write_sharded)
     elif write_sharded or any(not e.name.endswith(".pt") for e in ckpt.list_checkpoints(out)):
@@ -413,7 +416,8 @@ def find_start(
     Return the small parts of the start on all ranks, and on rank 0 the whole start and a line for
     each damaged checkpoint.
     """
-    state, rejected = State(), list[str]()
+    state: State = {}
+    rejected: list[str] = []
 
     def find() -> State:
         nonlocal state, rejected
@@ -429,18 +433,18 @@ def find_start(
     return ddp_setup.from_rank_zero(find, world), state, rejected
 
 
-def merge_saved_flags(flags: Flags, given: set[str], start: State) -> Flags:
+def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
     """Take flags that are not given from the checkpoint. ValueError if a given one contradicts it."""
-    saved = start.get("config", {})
-    for name in given & saved.keys() & PINNED:
-        ours, theirs, flag = getattr(flags, name), saved[name], f"--{name.replace('_', '-')}"
+    config = saved.get("config", {})
+    for name in given & config.keys() & PINNED:
+        ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
         if f"{ours}".endswith(".json") and f"{theirs}".endswith(".json"):
             continue  # extras/tokenizer.py compares the contents of the files
         if ours != theirs:
-            made = f"{start['name']}, made with {flag} {theirs}"
+            made = f"{saved['name']}, made with {flag} {theirs}"
             raise ValueError(f"{flag} {ours} contradicts {made}; leave it out, or use --fresh")
-    names = saved.keys() - given - NOT_RESTORED
-    return replace(flags, **{name: saved[name] for name in names})
+    names = config.keys() - given - NOT_RESTORED
+    return replace(flags, **{name: config[name] for name in names})
 
 
 def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
@@ -456,15 +460,15 @@ def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
 
 
 def plan_batches(
-    flags: Flags, corpus: chardata.Corpus, digests: set[str]
+    flags: Flags, corpus: chardata.Corpus, expected: set[str]
 ) -> tuple[chardata.BatchPlan, chardata.BatchPlan]:
     """Return the plans of the batches for training and for validation.
 
-    ValueError if the data do not fit the flags, or do not have the digests of rank 0 and of the
-    checkpoint.
+    ValueError if the data do not fit the flags, or do not have the `expected` digests, those of rank 0 and of
+    the checkpoint.
     """
     with usage_errors(f"--data {flags.data}: "):
-        if digests != {corpus.digest}:
+        if expected != {corpus.digest}:
             raise ValueError("differs between ranks or from the data of the run; see --fresh")
         train, val = chardata.split(corpus.tokens, flags.val_fraction)
         plan = chardata.BatchPlan(
@@ -483,6 +487,13 @@ def check_flags(flags: Flags, world_size: int) -> None:
         raise ValueError(f"{small} is smaller than the number of ranks, {world_size}")
     if flags.min_lr > flags.lr:
         raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
+
+
+def flags_in_use(flags: Flags, corpus: chardata.Corpus, dtype: torch.dtype) -> State:
+    """Return the flags with the dtype and vocabulary size that the run uses, without passwords."""
+    used: State = json.loads(without_password(json.dumps(vars(flags))))
+    vocab = corpus.vocab if corpus.kind in ("ids", "tokenizer") else None  # else the text decides
+    return used | {"dtype": f"{dtype}".removeprefix("torch."), "vocab": vocab}
 
 
 def model_config(vocab: int, flags: State) -> gpt.Config:
@@ -553,7 +564,7 @@ def prepare_folder(
     """
     storage.make_folder(flags.out)
     held.append(storage.lock(flags.out))
-    damaged = [line.split(":")[0] for line in rejected]
+    damaged = [line.split(":")[0] for line in rejected]  # each line is "NAME: REASON"
     for entry in storage.list_checkpoints(flags.out):
         if flags.fresh:
             storage.remove(flags.out, entry.name)
@@ -693,6 +704,14 @@ def print_sample(
     click.echo()
 
 
+def print_first_sample(model: gpt.GPT, vocabulary: State, prompt: np.ndarray) -> None:
+    """Print what the model generates at the end of a training."""
+    say("A sample:")
+    # Without "force_eager", torch.compile would compile the blocks for each length of the context.
+    with torch.compiler.set_stance("force_eager"), warn_of_os_errors("output"):
+        print_sample(model, vocabulary, prompt, 400)
+
+
 OUT = click.option("--out", default="out", metavar="FOLDER", help="Folder or URL of checkpoints.")
 DEVICE = click.option("--device", default="auto", metavar="auto|cpu|cuda|mps", help="Device.")
 
@@ -810,7 +829,11 @@ def launch(flags: Flags, given: set[str]) -> int:
 def click_arguments(flag: Field[Any]) -> dict[str, Any]:
     """Return the arguments of the click option of a field of Flags."""
     name = "--" + flag.name.replace("_", "-")
-    return {"param_decls": [name], "default": flag.default, **flag.metadata}
+    return {
+        "param_decls": [name],
+        "default": flag.default,
+        **flag.metadata,
+    }  # --compile has its own
 
 
 cli = click.Group(
@@ -851,7 +874,7 @@ def main(command: Callable[..., int], *args: object) -> None:
             with usage_errors(), suppress(FileNotFoundError):
                 extra("slurm").set_launch_env_(os.environ)
         code = command(*args)
-    except SystemExit as error:  # of a rank that has nothing to report
+    except SystemExit as error:  # process_group raises it on ranks that must not report an error
         code = error.code if isinstance(error.code, int) else FAILED
     except click.Abort:  # Ctrl-C outside of a training
         code = 130
