@@ -3,12 +3,13 @@
     corpus = read(list_files("data/*.txt"), "char")
     train, val = split(corpus.tokens, 0.1)
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
+    verify_unchanged(corpus)  # also before each save and at the end of the training
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        weight = 1 / count if count else 0  # 0 on a rank without windows in this step
+        # count: targets in the batches of all ranks together, or 0 if this rank has no window
+        weight = 1 / count if count else 0
         for x, y in micro_batches:  # this rank's part of a global batch; both (B, 256) int64
             (weight * loss_sum(model, x, y)).backward()
-        ...  # sum the gradients over all ranks (DDP averages: multiply by world_size), then update
-    verify_unchanged(corpus)  # at the start, before each save and at the end
+        ...  # sum the gradients over all ranks and update (DDP averages: use world_size * weight)
 
 The words of this file:
 
@@ -307,7 +308,7 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The windows lie end to end. One window fewer than would fit is used, so that each epoch can
+    The windows lie end to end. About one window fewer than would fit is used, so that each epoch can
     begin at another position (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
@@ -337,7 +338,7 @@ def steps(
 
     Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. `count` is
     the number of targets in the whole global batch, over all ranks: divide the sum of the losses by
-    it.
+    it. On a rank without windows in this step, `count` is 0 (see below).
 
     The ranks divide the windows of a global batch in order, as evenly as possible. A rank divides
     its windows into min(accum, number of its windows) micro-batches, as evenly as possible. The
@@ -345,7 +346,7 @@ def steps(
     with other values of these. Each rank calls this with its own `rank`; nothing is communicated.
 
     If a global batch has fewer windows than there are ranks, some ranks have none. Such a rank gets
-    one micro-batch with one window of the epoch, and the count 0. The rank must run forward and
+    one micro-batch with window 0 of the epoch, and the count 0. The rank must run forward and
     backward on this micro-batch too, because the other ranks wait for it in collective operations,
     and must multiply the loss by 0.
 
@@ -357,8 +358,8 @@ def steps(
     - Place k in the order of the epoch has window permute(k, W, key), where `key` is another hash
       of (seed, epoch). Step s of the epoch takes the places from s * batch_size on.
     - Exactly n - 1 - W * T tokens are in no window of the epoch: those before position `offset`,
-      and those after position offset + W * T. These are at most 2 * T - 2 tokens. Another epoch has
-      another offset, and leaves out others. The token at position offset is only an input, and the
+      and those after position offset + W * T. These are at most 2 * T - 2 tokens. Epochs have
+      different offsets, except by chance, and so leave out different tokens. The token at position offset is only an input, and the
       token at offset + W * T is only a target. All tokens between these two are both, once.
 
     Raises ValueError, at next() and not at the call, if n <= T, and if a token id is not below
@@ -403,8 +404,8 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) B is
     chosen such that all ranks get nearly equal numbers of windows. The ranks take the batches in
     turn. If T does not divide n - 1, the last batch is one window that is shorter than T. The
-    numbers of batches of two ranks differ by at most one, and a rank can have none. A collective
-    for each batch hangs, unless ranks without a batch take part in it too.
+    numbers of batches of two ranks differ by at most one, and a rank can have none. So a collective
+    for each batch can hang, unless ranks that have no batch left take part in it too.
 
     Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """

@@ -303,8 +303,9 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
 
     "matrices": the two-dimensional weights of the blocks. "embeddings": token and position
     embeddings and the output layer. "vectors": biases and norm weights. A group can be empty. Each
-    parameter is in one group. Pass the bare GPT, before or after wrapping, not the wrapper:
-    it changes the names, so all matrices would be in "embeddings".
+    parameter is in one group. Pass the bare GPT. It may be wrapped already, but do not pass the
+    DistributedDataParallel module: its names are different, and all matrices would be in
+    "embeddings".
     """
     kinds: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
     for name, parameter in model.named_parameters():

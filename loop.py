@@ -325,8 +325,8 @@ def group_batches(
     accum: number of micro-batches per step; the last step of a rank may have fewer.
     count: tells for a batch what the loss function will count in it.
 
-    The steps end when no rank has a batch left. If this rank has none left before that, its step is
-    the first micro-batch of its last step, with the count 0 (see train_). ValueError on a rank that
+    The steps end when no rank has a batch left. A rank that has none left before that gets, in each
+    further step, the first micro-batch of its last own step again, with the count 0 (see train_). ValueError on a rank that
     never had a batch, if another rank has one. A step in which all ranks together count 0 is left
     out.
 

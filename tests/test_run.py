@@ -211,7 +211,7 @@ def test_a_finished_run_says_how_to_continue_and_writes_nothing(done, undisturbe
     assert ran.code == 0 and ran.err == "", ran
     text = " ".join(ran.out.split())
     assert re.fullmatch(
-        r"The run in .* is finished .* higher --epochs or --steps; .* --fresh\.", text
+        r"The run in .* is finished: 100 steps. .* higher --epochs or --steps; .* --fresh\.", text
     )
     assert [*contents(out).values()] == [*contents(undisturbed(1)).values()]
 
@@ -721,7 +721,7 @@ CASES = {
         ["--tokenizer", "words"], ["words" if EXTRAS else "extras/tokenizer.py"]
     ),
     "heads not dividing embd": Case(["--heads", 3], ["embd", "16", "heads", "3"]),
-    "batch smaller than ranks": Case(["--batch-size", 1], ["--batch-size 1", "2 ranks"]),
+    "batch smaller than ranks": Case(["--batch-size", 1], ["--batch-size 1", "number of ranks, 2"]),
     "min-lr above lr": Case(["--min-lr", 0.1], ["--min-lr 0.1", "--lr 0.003"]),
     "seed too large": Case(["--seed", 2**70], ["--seed"]),
     "rate not finite": Case(["--lr", "nan"], ["--lr nan"]),

@@ -117,7 +117,7 @@ NEED = {
     "tensorboard": (["--tensorboard"], {}, ["extras/board.py"]),
     "profile": (["--profile", 2], {}, ["extras/profiling.py"]),
     "init-from": (["--init-from", "x"], {}, ["needs extras/"]),
-    "config": (["--config", "x"], {}, ["extras/flags.py"]),
+    "config": (["--config", "x"], {}, ["No such option", "--config"]),
     "several tasks of SLURM": ([], TASKS, ["4 tasks", "RANK", "extras/slurm.py"]),
     "info": (["info"], {}, ["info"]),
 }
