@@ -221,10 +221,12 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     for array in tokens:
         hashed.update(f"{array.dtype} {len(array)}\n".encode())
         raw = array.view(np.uint8)
+        pieces = [raw]
         if raw.size > 16 * block:
             starts = np.linspace(0, raw.size - block, 16).astype(np.int64)
-            raw = np.concatenate([raw[i : i + block] for i in starts])
-        hashed.update(raw.data)
+            pieces = [raw[i : i + block] for i in starts]
+        for piece in pieces:
+            hashed.update(piece.data)
     return hashed.hexdigest()
 
 
