@@ -91,14 +91,15 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
         "model": dcp.get_model_state_dict(model, options=options),
-        "optimizers": [  # torch would make an optimizer without state take a step
+        "optimizers": [  # {} without state: otherwise torch would make the optimizer take a step
             dcp.get_optimizer_state_dict(model, optimizer, options=options)
             if optimizer.state
             else {}
             for optimizer in optimizers
         ],
     }
-    # What torch gathered or moved to the CPU is a copy. The rest still is the training's memory.
+    # What torch gathered or moved to the CPU is a copy already. The rest still is the memory of the
+    # training (`live`) and has to be copied.
     live = {
         t.untyped_storage().data_ptr()
         for t in _tensors([model.state_dict(), [o.state for o in optimizers]])

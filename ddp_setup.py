@@ -80,9 +80,9 @@ class World(NamedTuple):
 
 
 def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
-    """Read the variables that torchrun sets for each process; without them, return the defaults.
+    """Read the variables that torchrun sets for each process.
 
-    Each process reads its own variables; the ranks do not communicate here. ValueError is raised
+    If neither RANK nor WORLD_SIZE is set, return the defaults, those of a single process. Each process reads its own variables; the ranks do not communicate here. ValueError is raised
     - if RANK or WORLD_SIZE is set, but one of the variables is missing, is not a whole number, or
       does not fit;
     - if srun started several tasks, and neither RANK nor WORLD_SIZE is set. Each task would train
@@ -128,21 +128,20 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     wait for a rank that is dead. A program that then wants to use process_group again must call
     torch.distributed.destroy_process_group() before. The exception that the caller sees depends on
     the rank:
-    - The rank that failed first: its own exception, unchanged.
+    - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (it was killed, or it does not answer within
-      `timeout`), one of the other ranks: ConnectionError, which names the lost rank.
-    - If the ranks wait for one another in different lines of the program, one rank:
+      `timeout`), one of the other ranks raises ConnectionError, which names the lost rank.
+    - If the ranks wait for one another in different lines of the program, one rank raises
       ConnectionError, which names the line of each rank.
-    - All other ranks: SystemExit. They must print nothing, because one of the ranks listed before
-      reports. The exit code is the attribute `exit_code` of the rank's own exception (click's
+    - All other ranks raise SystemExit. They must print nothing, because one of the ranks listed
+      before reports. The exit code is the attribute `exit_code` of the rank's own exception (click's
       exceptions have one) or 1.
     If the store itself is lost, all remaining ranks raise ConnectionError. This happens if rank 0
     serves the store (the ranks were started without torchrun and spawn) and its process ends.
 
     sys.exit() and sys.exit(0) inside the block leave the group normally. sys.exit() with another
     code, and KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged,
-    the group is not destroyed, and a rank that waits for this rank raises ConnectionError. It is
-    not an error if all ranks exit in this way at the same point of the program.
+    the group is not destroyed, and for the other ranks this rank is lost (see above). It is not an error if all ranks exit in this way at the same point of the program.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
     ConnectionError if not all ranks connect within `timeout`. A device that is not available is a
