@@ -141,7 +141,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
 
     sys.exit() and sys.exit(0) inside the block leave the group normally. sys.exit() with another
     code, and KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged,
-    the group is not destroyed, and for the other ranks this rank is lost (see above). It is not an error if all ranks exit in this way at the same point of the program.
+    the group is not destroyed, and for the other ranks this rank is lost (see above). It is not an
+    error if all ranks exit in this way at the same point of the program.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
     ConnectionError if not all ranks connect within `timeout`. A device that is not available is a
