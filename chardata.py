@@ -310,8 +310,8 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The windows lie end to end. About one window fewer than would fit is used, so that each epoch can
-    begin at another position (see steps). Raises ValueError if n <= block_size.
+    The windows lie end to end. About one window fewer than would fit is used, so that each epoch
+    can begin at another position (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
@@ -361,8 +361,9 @@ def steps(
       of (seed, epoch). Step s of the epoch takes the places from s * batch_size on.
     - Exactly n - 1 - W * T tokens are in no window of the epoch: those before position `offset`,
       and those after position offset + W * T. These are at most 2 * T - 2 tokens. Epochs have
-      different offsets, except by chance, and so leave out different tokens. The token at position offset is only an input, and the
-      token at offset + W * T is only a target. All tokens between these two are both, once.
+      different offsets, except by chance, and so leave out different tokens. The token at position
+      offset is only an input, and the token at offset + W * T is only a target. All tokens between
+      these two are both, once.
 
     Raises ValueError, at next() and not at the call, if n <= T, and if a token id is not below
     plan.vocab. The windows of several steps are read at once, so such an id can be found some steps

@@ -82,7 +82,8 @@ class World(NamedTuple):
 def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
     """Read the variables that torchrun sets for each process.
 
-    If neither RANK nor WORLD_SIZE is set, return the defaults, those of a single process. Each process reads its own variables; the ranks do not communicate here. ValueError is raised
+    If neither RANK nor WORLD_SIZE is set, return the defaults, those of a single process. Each
+    process reads its own variables; the ranks do not communicate here. ValueError is raised
     - if RANK or WORLD_SIZE is set, but one of the variables is missing, is not a whole number, or
       does not fit;
     - if srun started several tasks, and neither RANK nor WORLD_SIZE is set. Each task would train
@@ -134,8 +135,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     - If the ranks wait for one another in different lines of the program, one rank raises
       ConnectionError, which names the line of each rank.
     - All other ranks raise SystemExit. They must print nothing, because one of the ranks listed
-      before reports. The exit code is the attribute `exit_code` of the rank's own exception (click's
-      exceptions have one) or 1.
+      before reports. The exit code is the attribute `exit_code` of the rank's own exception
+      (click's exceptions have one) or 1.
     If the store itself is lost, all remaining ranks raise ConnectionError. This happens if rank 0
     serves the store (the ranks were started without torchrun and spawn) and its process ends.
 

@@ -326,9 +326,9 @@ def group_batches(
     count: tells for a batch what the loss function will count in it.
 
     The steps end when no rank has a batch left. A rank that has none left before that gets, in each
-    further step, the first micro-batch of its last own step again, with the count 0 (see train_). ValueError on a rank that
-    never had a batch, if another rank has one. A step in which all ranks together count 0 is left
-    out.
+    further step, the first micro-batch of its last own step again, with the count 0 (see train_).
+    ValueError on a rank that never had a batch, if another rank has one. A step in which all ranks
+    together count 0 is left out.
 
     Batches are read one step ahead. So on CUDA the host knows the count of a step without waiting
     for the step before.

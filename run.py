@@ -350,7 +350,7 @@ def train(flags: Flags, given: set[str]) -> int:
                     ddp_setup.wait_together(partial(wait_for_save, writing), world)
                     small = {"step": step, "data": digest, "scaler": scaler.state_dict()}
                     small |= {"config": saved_config, "vocabulary": vocabulary}
-                    # Every rank takes part in the snapshot; rank 0, or with shards each rank, writes.
+                    # All ranks help with the snapshot; rank 0, or with shards each rank, writes.
                     state = storage.snapshot(replica, optimizers, **small)
                     if first or sharded:
                         args = (flags.out, state, step, val_loss, flags.keep)
@@ -434,7 +434,7 @@ def find_start(
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
-    """Take flags that are not given from the checkpoint. ValueError if a given one contradicts it."""
+    """Take the other flags from the checkpoint. ValueError if a given flag contradicts it."""
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
         ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
@@ -464,8 +464,8 @@ def plan_batches(
 ) -> tuple[chardata.BatchPlan, chardata.BatchPlan]:
     """Return the plans of the batches for training and for validation.
 
-    ValueError if the data do not fit the flags, or do not have the `expected` digests, those of rank 0 and of
-    the checkpoint.
+    ValueError if the data do not fit the flags, or do not have the `expected` digests, those of
+    rank 0 and of the checkpoint.
     """
     with usage_errors(f"--data {flags.data}: "):
         if expected != {corpus.digest}:
@@ -669,7 +669,7 @@ def json_line(record: State) -> str:
 
 
 def newest_checkpoint(out: str) -> State:
-    """Return the newest checkpoint that verifies; warn of newer ones. ValueError if there is none."""
+    """Return the newest checkpoint that verifies; warn of newer ones. ValueError for none."""
     state, rejected = find_checkpoint(out, open_storage(out))
     if not state:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another --out")
@@ -679,7 +679,7 @@ def newest_checkpoint(out: str) -> State:
 
 
 def load_model(out: str, device: torch.device) -> tuple[gpt.GPT, State]:
-    """Return the model of the newest checkpoint in `out`, ready for inference, and the checkpoint."""
+    """Return the model of the newest checkpoint, ready for inference, and that checkpoint."""
     state = newest_checkpoint(out)
     with usage_errors(f"{state['name']}: "):
         model = gpt.build(model_config(state["vocabulary"]["vocab"], state["config"]), 0)
@@ -696,7 +696,7 @@ def codec(kind: str) -> ModuleType:
 def print_sample(
     model: gpt.GPT, vocabulary: State, prompt: np.ndarray, count: int, **settings: Any
 ) -> None:
-    """Print the prompt, (T,) ids, and `count` generated tokens, each character when it is complete."""
+    """Print the prompt, (T,) ids, and `count` new tokens, each character when it is complete."""
     kind, ids = vocabulary["kind"], torch.from_numpy(prompt.astype("int64"))
     generated = islice(gpt.sample(model, ids, **settings), count)
     for text in codec(kind).decode(chain(ids.tolist(), generated), kind, vocabulary["chars"]):
@@ -863,10 +863,11 @@ def command_line() -> int:
 def main(command: Callable[..., int], *args: object) -> None:
     """Run a command and exit with its code. A spawned process starts here too.
 
-    Errors about values, files and packages, and lost ranks, become one line; others get a traceback.
+    Errors about values, files and packages, and lost ranks, become one line; others get a
+    traceback.
     """
     gc.disable()  # until the first step: imports make no garbage, and looking for it takes 0.5 s
-    faulthandler.enable()  # prints where a fatal signal came, such as SIGBUS when a mapped file is cut
+    faulthandler.enable()  # prints where a fatal signal came, as SIGBUS when a mapped file is cut
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:

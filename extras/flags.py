@@ -1,4 +1,4 @@
-"""Additions to a click group: flags from a TOML file, no misspelled names, sections on the help page.
+"""Additions to a click group: a TOML file of flags, a check of names, sections on the help page.
 
     extend(cli, "MYPROGRAM", {"data": "Data", "layers": "Model"})  # a section begins at these flags
 

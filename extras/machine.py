@@ -1,6 +1,6 @@
 """What this machine can compute: the peak rate that model FLOPs utilisation (mfu) is relative to.
 
-peak, source = peak_flops(torch.device("cuda"), torch.bfloat16)    # (989e12, "datasheet") on an H100
+peak, source = peak_flops(torch.device("cuda"), torch.bfloat16)  # H100: (989e12, "datasheet")
 mfu = tokens_per_second * flops_per_token / peak
 
 Needs torch.
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-# Dense bfloat16 and float16 FLOP/s of one device without sparsity, from NVIDIA's datasheets, by a part of the name
-# that torch.cuda.get_device_name returns. The first entry that fits counts.
+# Dense bfloat16 and float16 FLOP/s of one device without sparsity, from NVIDIA's datasheets, by a
+# part of the name that torch.cuda.get_device_name returns. The first entry that fits counts.
 DATASHEET = {
     "B200": 2250e12,
     "GH200": 989e12,
@@ -29,8 +29,8 @@ DATASHEET = {
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Return the peak FLOP/s of one device, and "datasheet" or "measured".
 
-    The rate of a square matrix product is measured where no datasheet value is known: on a CPU, on MPS, on other GPUs,
-    and in float32, whose rate depends on whether TF32 is allowed.
+    The rate of a square matrix product is measured where no datasheet value is known: on a CPU, on
+    MPS, on other GPUs, and in float32, whose rate depends on whether TF32 is allowed.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for part, peak in DATASHEET.items():

@@ -1,4 +1,4 @@
-"""Checkpoints, text files and data at URLs, through fsspec: s3://, gs://, ftp://, file://, memory://, ...
+"""Checkpoints, text files and data at URLs, through fsspec: s3://, gs://, ftp://, file://, ...
 
     import ckpt                                  # the core module, whose functions are used here
     files = storage(ckpt)                        # the functions of ckpt, for URLs
@@ -203,7 +203,7 @@ def _upload_text(url: str, name: str, text: str) -> None:
 
 
 def _upload_texts(texts: Texts, url: str) -> None:
-    """Upload all texts of a folder. An OSError becomes a warning, so that the checkpoint follows."""
+    """Upload all texts of a folder. An OSError becomes a warning, so the checkpoint follows."""
     for folder, name in list(texts):
         if folder == url:
             try:

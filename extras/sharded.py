@@ -452,7 +452,7 @@ class _Reader(dcp.FileSystemReader):
         return Metadata(dict(table), storage_data=places)
 
 
-# ----------------------------------------------------------------------------- the functions of ckpt.py
+# --------------------------------------------------------------------------- the functions of ckpt
 
 
 def storage(

@@ -5,7 +5,8 @@
     ids = encode("The ", "tokenizer", tokenizer_json)
     for text in decode(ids, "tokenizer", tokenizer_json): print(text, end="")
 
-encode and decode take the same arguments as those of chardata.py; they do not use `kind`. Needs numpy, filelock (which torch needs too) and tokenizers.
+encode and decode take the same arguments as those of chardata.py; they do not use `kind`. Needs
+numpy, filelock (which torch needs too) and tokenizers.
 """
 
 import codecs
@@ -89,8 +90,8 @@ def read_corpus(
             text = file.read()
         if tokenizer_json and json.loads(text) != json.loads(tokenizer_json):
             raise ValueError(
-                f"--tokenizer {path}: is not the tokenizer of the checkpoint; leave it out, or start "
-                "over with --fresh"
+                f"--tokenizer {path}: is not the tokenizer of the checkpoint; leave it out, or "
+                "start over with --fresh"
             )
         tokenizer_json = tokenizer_json or text
     try:

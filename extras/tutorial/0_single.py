@@ -1,4 +1,4 @@
-"""Train a classifier on made-up data, in one process. The other scripts make this one distributed."""
+"""Train a classifier on made-up data, in one process. The other scripts make it distributed."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Step 3, loop.py: accumulation, clipping, mixed precision and evaluation, each with exact means."""
+"""Step 3, loop.py: accumulation, clipping, mixed precision and evaluation, with exact means."""
 
 import os
 import sys
