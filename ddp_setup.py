@@ -466,11 +466,12 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         # Python runs signal handlers in the main thread, which may be busy in a long call into C++.
         # But Python writes the number of each signal to `writer` at once, so this thread sees it.
         while numbers := reader.recv(1):
-            received.extend(number for number in numbers if number in STOP_SIGNALS)
+            received.extend(STOP_SIGNALS.intersection(numbers))
             if received.count(signal.SIGINT) > 1:
                 os._exit(130)
 
-    _in_thread(listen)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
     previous_fd = signal.set_wakeup_fd(writer.fileno())
     handlers = [signal.signal(number, lambda *_: None) for number in STOP_SIGNALS]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -482,6 +483,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler or signal.SIG_DFL)
         signal.set_wakeup_fd(previous_fd)
         writer.close()
+        listener.join()  # A thread that ends while Python shuts down can abort the process.
 
 
 # ----------------------------------------------------------- starting several ranks on this machine
