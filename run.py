@@ -304,10 +304,9 @@ def train(flags: Flags, given: set[str]) -> int:
             storage = board.storage(storage, flags.out, start_step)
         writing: Future[object] | None = None
         collect_garbage_again()
+        # Both times move forward by each pause, so that evaluations and saves do not count.
         logged, began = start_step, time.perf_counter()
-        logged_at = (
-            began  # both times move forward by each pause: evaluations and saves do not count
-        )
+        logged_at = began
 
         def log(record: State) -> None:
             record["seconds"] = round(seconds + time.perf_counter() - PROCESS_START, 3)
@@ -482,9 +481,13 @@ def plan_batches(
 
 def check_flags(flags: Flags, world_size: int) -> None:
     """Raise ValueError for flags that contradict each other or the number of ranks."""
+    if not flags.out:
+        raise ValueError("--out is empty; name a folder or a URL")
     if flags.batch_size < world_size:
         small = f"--batch-size {flags.batch_size}"
         raise ValueError(f"{small} is smaller than the number of ranks, {world_size}")
+    if flags.compress != "none" and flags.strategy != "ddp":
+        raise ValueError(f"--compress {flags.compress} needs --strategy ddp, not {flags.strategy}")
     if flags.min_lr > flags.lr:
         raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
 
@@ -628,6 +631,7 @@ def tell(text: str) -> None:
 
 
 def warn(text: str) -> None:
+    """Print a warning on stderr."""
     tell(f"Warning: {text}")
 
 

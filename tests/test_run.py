@@ -721,6 +721,11 @@ CASES = {
         ["--tokenizer", "words"], ["words" if EXTRAS else "extras/tokenizer.py"]
     ),
     "heads not dividing embd": Case(["--heads", 3], ["embd", "16", "heads", "3"]),
+    "empty name of the folder": Case(["--out", ""], ["--out is empty"]),
+    "compress without ddp": Case(
+        ["--compress", "bf16", "--strategy", "fsdp"],
+        ["--compress bf16", "--strategy ddp, not fsdp"],
+    ),
     "batch smaller than ranks": Case(["--batch-size", 1], ["--batch-size 1", "number of ranks, 2"]),
     "min-lr above lr": Case(["--min-lr", 0.1], ["--min-lr 0.1", "--lr 0.003"]),
     "seed too large": Case(["--seed", 2**70], ["--seed"]),
