@@ -109,9 +109,9 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     products of such sizes are faster.
 
     A file without tokens is left out. Raises ValueError or OSError with the name of a file if all
-    files are empty, if text and token files are mixed, if `vocab` is given for text, if a file is
-    damaged or is not UTF-8 text, or if a text has a character that is not in `chars`. Raises
-    ValueError if the files are text and `kind` is neither "char" nor "byte".
+    files are empty, if text and token files are mixed, if a text has another vocabulary size
+    than `vocab`, if a file is damaged or is not UTF-8 text, or if a text has a character that is
+    not in `chars`. Raises ValueError if the files are text and `kind` is neither "char" nor "byte".
     """
     stamps, names = tuple(map(_stamp, files)), files or ["the default text"]
     arrays = [_map_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
@@ -122,22 +122,28 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     if len(holds_ids) > 1:
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
     if True in holds_ids:
-        kind, vocab = "ids", vocab or 64 * (max(int(array.max()) for array in tokens) // 64 + 1)
-    elif vocab:
-        raise ValueError(f"{names[0]}: is text; a vocabulary size ({vocab}) is for token files")
+        highest = 0 if vocab else max(int(array.max()) for array in tokens)
+        kind, chars, size = "ids", "", vocab or 64 * (highest // 64 + 1)
+    elif kind == "byte":
+        chars, size = "", 256
     elif kind == "char":
-        return _read_characters(names, arrays, chars)
-    elif kind != "byte":
+        tokens, chars = _read_characters(names, arrays, chars)
+        size, stamps = len(chars), ()
+    else:
         raise ValueError(f"kind {kind!r} is not char or byte")
-    corpus = Corpus(tokens, vocab or 256, kind, "", digest(tokens), stamps)
+    if vocab not in (None, size):
+        raise ValueError(f"{names[0]}: is text with {size} different tokens, not {vocab}")
     for array in tokens:
         # Windows are read from random places, so reading ahead in the file would be wasted.
         if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):  # not on Windows
             array.base.madvise(mmap.MADV_RANDOM)
-    return corpus
+    return Corpus(tokens, size, kind, chars, digest(tokens, chars), stamps)
 
 
-def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> Corpus:
+def _read_characters(
+    names: Sequence[str], raw: Tokens, chars: str
+) -> tuple[tuple[np.ndarray, ...], str]:
+    """Return the ids of texts, and the characters that they stand for."""
     texts, tokens = [], []
     try:
         for name, array in zip(names, raw):
@@ -148,7 +154,7 @@ def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> Corpus:
                 tokens.append(encode(text, "char", chars))
     except ValueError as error:
         raise ValueError(f"{name}: {error} (kind 'byte' can read any file)") from None
-    return Corpus(tuple(tokens), len(chars), "char", chars, digest(tokens, chars), ())
+    return tuple(tokens), chars
 
 
 def _map_file(name: str) -> np.ndarray:
@@ -289,15 +295,16 @@ def num_tokens(tokens: Tokens) -> int:
     return sum(map(len, tokens))
 
 
-def split(tokens: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
+def split(tokens: Tokens, val_fraction: float, max_val: int = 0) -> tuple[Tokens, Tokens]:
     """Return (training tokens, validation tokens), without a copy.
 
     Of n tokens, the last round(n * val_fraction) are for validation, and the others for training. A
-    part without tokens is an empty tuple.
+    part without tokens is an empty tuple. max_val: return only the first max_val + 1 validation
+    tokens, so that an evaluation predicts max_val of them; 0 means all.
     """
     n = num_tokens(tokens)
     cut = n - round(n * val_fraction)
-    return _slice(tokens, 0, cut), _slice(tokens, cut, n)
+    return _slice(tokens, 0, cut), _slice(tokens, cut, min(n, cut + 1 + (max_val or n)))
 
 
 def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:

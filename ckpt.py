@@ -11,7 +11,7 @@
         torch.distributed.broadcast_object_list(step)
 
 If newest() raises on rank 0, the other ranks wait in restore_ until rank 0 ends or the timeout of
-the process group is over. ddp_setup.from_rank_zero raises such an error on all ranks.
+the process group is over. ddp_setup.wait_together raises such an error on all ranks.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
@@ -20,7 +20,7 @@ first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed
 optimizer, and the other entries are those that the caller gave to snapshot().
 
 A checkpoint name without ".pt" is the name of a folder: a sharded checkpoint, which
-extras/sharded.py writes and reads. This module lists, deletes and renames it, but cannot load it.
+extras/sharded.py writes, reads and deletes. This module only lists it and can set it aside.
 
 Every rank must call snapshot() and restore_(). All other functions are for one process, usually
 rank 0, and may run in a thread. Folders are local paths; for URLs see extras/remote.py. Functions
@@ -32,14 +32,13 @@ import hashlib
 import math
 import os
 import re
-import shutil
 import socket
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -100,11 +99,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     }
     # What torch gathered or moved to the CPU is a copy already. The rest still is the memory of the
     # training (`live`) and has to be copied.
-    live = {
-        t.untyped_storage().data_ptr()
-        for t in _tensors([model.state_dict(), [o.state for o in optimizers]])
-    }
-    copies = {id(t): t for t in _tensors(state) if t.untyped_storage().data_ptr() not in live}
+    live = {t.data_ptr() for t in _tensors([model.state_dict(), [o.state for o in optimizers]])}
+    copies = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
     return {**copy.deepcopy(state, copies), **more}  # deepcopy keeps the tensors in `copies`
 
 
@@ -331,7 +327,7 @@ def prune(folder: str, keep: int) -> None:
     """Delete the superseded checkpoints: see superseded().
 
     Temporary files stay, because another process may be writing them. lock() deletes those that
-    killed processes have left.
+    killed processes have left. OSError if a sharded checkpoint has to be deleted.
     """
     for entry in superseded(list_checkpoints(folder), keep):
         remove(folder, entry.name)
@@ -345,22 +341,8 @@ def save_and_prune(folder: str, state: State, step: int, loss: float | None, kee
 
 
 def remove(folder: str, name: str) -> None:
-    """Delete a checkpoint or a temporary file or folder. A missing one is no error.
-
-    A folder whose name ends with ".pt" was not written by a save: it is set aside instead.
-    """
-    path = Path(folder, name)
-    with suppress(FileNotFoundError):  # another process may have deleted it
-        if not path.is_dir():
-            path.unlink()
-        elif name.endswith(".pt"):
-            set_aside(folder, name)
-        else:
-            # If the deletion is interrupted, the rest must not have the name of a checkpoint.
-            hidden = TEMPORARY + uuid.uuid4().hex
-            _rename(folder, name, hidden)
-            # What cannot be deleted now, such as an open file on NFS, is deleted by lock() later.
-            shutil.rmtree(Path(folder, hidden), ignore_errors=True)
+    """Delete the file of a checkpoint. A missing file is no error."""
+    Path(folder, name).unlink(missing_ok=True)
 
 
 def set_aside(folder: str, name: str) -> None:
@@ -398,9 +380,9 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     file.truncate()
     file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T')}")
     file.flush()
-    for name in os.listdir(folder):
-        if name.startswith(TEMPORARY):
-            remove(folder, name)
+    for path in Path(folder).glob(f"{TEMPORARY}*"):
+        if path.is_file():
+            path.unlink()
     return file
 
 
@@ -447,8 +429,8 @@ def read_text(folder: str, name: str) -> str:
 
 def make_folder(folder: str) -> None:
     """Create a folder, and the folders above it, so that they survive a power failure."""
-    if "://" in folder:
-        raise ValueError(f"{folder} is a URL: use extras/remote.py")
+    if not folder or "://" in folder:
+        raise ValueError("its name is empty, or is a URL, which extras/remote.py can use")
     path = Path(folder).absolute()
     for each in [*reversed(path.parents), path]:
         if not each.is_dir():

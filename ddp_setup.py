@@ -365,22 +365,18 @@ def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
 # ----------------------------------------------------------- functions that all ranks call together
 
 
-def replicate(
-    model: nn.Module, world: World, *, sync_batchnorm: bool = False, **ddp: Any
-) -> nn.Module:
+def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
     All ranks must call this function, with the same architecture; all get the weights of rank 0. A
     single process gets `model` itself, not wrapped. A wrapped model has the original model as its
-    attribute `module`, and the names in its state dict start with "module.".
+    attribute `module`, and the names in its state dict start with "module.". If BatchNorm layers
+    must compute their statistics over the batches of all ranks, convert them before:
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
 
-    sync_batchnorm: replace BatchNorm layers by SyncBatchNorm layers, which compute their
-        statistics over the batches of all ranks. With several ranks, they need CUDA.
     ddp: further arguments of DistributedDataParallel, for example static_graph=True for a model
         whose graph is the same in each step. A single process ignores them.
     """
-    if sync_batchnorm:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(world.device)
     if world.size == 1:
         return model
@@ -404,44 +400,44 @@ def any_rank(flag: bool, world: World) -> bool:
 
 
 def wait_together(call: Callable[[], T], world: World) -> T:
-    """Run call() on every rank, and wait until the calls of all ranks have ended.
+    """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
-    All ranks must call this function, each with its own `call`. A rank gets the result or the
-    exception of its own call, after the calls of all ranks have ended. Use it for work that may
-    take longer than the timeout of process_group, such as reading from slow storage: here the
-    timeout does not apply. If a rank dies, the others fail as in any collective. If a call hangs,
-    all ranks wait for it.
+    All ranks must call this function, each with its own `call`. If calls raise ValueError or
+    OSError, all ranks raise the error of the lowest of these ranks; it must be picklable. A rank
+    whose call raises another exception raises it alone, and the other ranks end as process_group
+    describes.
 
-    The call runs in a second thread. It must not use torch.distributed. It must name its GPU
-    (world.device), because the current CUDA device of a new thread is GPU 0.
+    Use this function for work that may take longer than the timeout of process_group, such as
+    reading from slow storage: here the timeout does not apply. If a rank dies, the others fail as
+    in any collective. If a call hangs, all ranks wait for it.
+
+    With several ranks, the call runs in a second thread. It must not use torch.distributed. It must
+    name its GPU (world.device), because the current CUDA device of a new thread is GPU 0.
     """
+    if world.size == 1:
+        return call()
     future = _in_thread(call)
     # A rank that is ready waits in any_rank for the others, which poll every 0.1 seconds.
     while any_rank(not future.done(), world):
         futures.wait([future], timeout=0.1)
+    own, errors = future.exception(), list[Any]([None]) * world.size
+    dist.all_gather_object(errors, own if isinstance(own, (ValueError, OSError)) else None)
+    if failed := [error for error in errors if error]:
+        raise failed[0]
     return future.result()
 
 
 def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
-    All ranks must call this function. The result must be picklable. If make() raises ValueError or
-    OSError, all ranks raise it. Any other exception is raised on rank 0 only; then rank 0 fails,
-    and the other ranks end as process_group describes. With several ranks, make() runs in a second
-    thread and may take longer than the timeout of process_group; what `wait_together` says about
-    its calls applies.
+    All ranks must call this function. The result must be picklable. Everything that `wait_together`
+    says about calls and their errors is true here.
     """
     if world.size == 1:
         return make()
-    outcome: list[Any]
-    try:
-        outcome = [wait_together(make if world.rank == 0 else lambda: None, world)]
-    except (ValueError, OSError) as error:
-        outcome = [error]
-    dist.broadcast_object_list(outcome)
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]  # type: ignore[no-any-return]
+    results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
+    dist.broadcast_object_list(results)
+    return results[0]  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------- stop signals
@@ -453,37 +449,27 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
     The signals no longer interrupt the program. Call the yielded function once per step, together
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
-    SIGINT ends the process at once with exit code 130, even during a long call into C++. A signal
-    that was blocked (signal.pthread_sigmask) before the `with` block is delivered when the block
-    begins. When the block ends, the previous handlers return, but the signals stay unblocked, even
-    if they were blocked before. Only the main thread can use this function. Linux and macOS only.
+    SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
+    handles signals only when the call returns. A signal that was blocked (signal.pthread_sigmask)
+    before the `with` block is delivered when the block begins. When the block ends, the previous
+    handlers return, but the signals stay unblocked, even if they were blocked before. Only the main
+    thread can use this function. Linux and macOS only.
     """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
     received = list[int]()
 
-    def listen() -> None:
-        # Python runs signal handlers in the main thread, which may be busy in a long call into C++.
-        # But Python writes the number of each signal to `writer` at once, so this thread sees it.
-        while numbers := reader.recv(1):
-            received.extend(STOP_SIGNALS.intersection(numbers))
-            if received.count(signal.SIGINT) > 1:
-                os._exit(130)
+    def handle(number: int, _: object) -> None:
+        received.append(number)
+        if received.count(signal.SIGINT) > 1:
+            os._exit(130)
 
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    previous_fd = signal.set_wakeup_fd(writer.fileno())
-    handlers = [signal.signal(number, lambda *_: None) for number in STOP_SIGNALS]
+    previous = [signal.signal(number, handle) for number in STOP_SIGNALS]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield lambda: bool(received)
     finally:
-        for number, handler in zip(STOP_SIGNALS, handlers):
+        for number, handler in zip(STOP_SIGNALS, previous):
             # The handler is None if it was not installed from Python. It cannot be restored.
             signal.signal(number, handler or signal.SIG_DFL)
-        signal.set_wakeup_fd(previous_fd)
-        writer.close()
-        listener.join()  # A thread that ends while Python shuts down can abort the process.
 
 
 # ----------------------------------------------------------- starting several ranks on this machine

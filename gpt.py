@@ -332,14 +332,13 @@ def sample(
     *,
     temperature: float = 1.0,
     top_k: int = 0,
-    top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
     """Generate one token after another, without end.
 
     prompt: (T,) int64 on any device. Only its last block_size tokens are used. ValueError if it is
         empty, at the first next() and not at the call.
-    temperature, top_k, top_p, generator: see sample_token.
+    temperature, top_k, generator: see sample_token.
 
     Each token costs the computation of one position, because keys and values are cached. When the
     context has more than block_size tokens, its last block_size // 2 tokens are processed again
@@ -358,7 +357,7 @@ def sample(
         while True:
             tokens = torch.tensor([context[start:]], device=weight.device)
             logits = model(tokens, caches=caches, start=start)[0, -1]
-            context.append(sample_token(logits, temperature, top_k, top_p, generator))
+            context.append(sample_token(logits, temperature, top_k, generator))
             yield context[-1]
             start = len(context) - 1
             if len(context) > config.block_size:
@@ -368,14 +367,12 @@ def sample(
 
 
 def sample_token(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
+    logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None
 ) -> int:
     """Draw one token from logits (V,).
 
     temperature: the logits are divided by it. 0 returns the most likely token and draws nothing.
     top_k: keep only the top_k most likely tokens; 0 keeps all.
-    top_p: of these, keep the smallest set of most likely tokens whose probabilities add up to at
-        least top_p (Holtzman et al., 2020); 1.0 keeps all. The most likely token is always kept.
     generator: on the device of the logits. None: torch's global generator.
     """
     if temperature == 0:
@@ -384,7 +381,4 @@ def sample_token(
     # The largest logit becomes 0, so that a very small temperature cannot make it overflow.
     ranked = (ranked - ranked[0]) / max(temperature, 1e-30)
     probabilities = ranked[: top_k or None].softmax(0)
-    # the total probability of all tokens that are more likely than each
-    likelier = probabilities.cumsum(0) - probabilities
-    probabilities[1:][likelier[1:] >= top_p] = 0
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -30,7 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from datetime import timedelta
@@ -68,7 +68,6 @@ def extra(name: str) -> ModuleType:
 
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     import chardata
@@ -83,7 +82,9 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 HOW_TO_CONTINUE = "To continue, give a higher --epochs or --steps; to start over, --fresh."
-EVAL_TOKENS = 8192  # in one batch of an evaluation: the fastest size on a CPU
+HOW_TO_SAMPLE = "To print text from the model: run.py sample"
+EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
+JOB_NAMES = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"  # variables with the launcher's name of a job
 CLEAR_LINE = "\033[G\033[K"  # click removes it where the output is not a terminal
 
 
@@ -91,8 +92,7 @@ CLEAR_LINE = "\033[G\033[K"  # click removes it where the output is not a termin
 
 COUNT, FROM_ZERO = click.IntRange(1), click.IntRange(0)
 POSITIVE, FACTOR = click.FloatRange(0, min_open=True), click.FloatRange(0)
-FRACTION, PROBABILITY = click.FloatRange(0, 1, max_open=True), click.FloatRange(0, 1, min_open=True)
-SEED = click.IntRange(0, 2**63 - 1)
+FRACTION, SEED = click.FloatRange(0, 1, max_open=True), click.IntRange(0, 2**63 - 1)
 
 
 def option(default: T, help: str, type: object = None, **more: object) -> T:
@@ -176,10 +176,15 @@ class Flags:
         False, "Compute each block again in the backward pass, to save memory."
     )
     compress: str = option("none", "Send gradients as bfloat16: half the bytes.", ["none", "bf16"])
-    timeout: float = option(600.0, "Seconds that ranks wait for each other.", POSITIVE)
+    timeout: float = option(600.0, "Seconds to wait for another rank, or for a save.", POSITIVE)
     out: str = option("out", "Folder or URL for checkpoints and metrics.", metavar="FOLDER")
-    fresh: bool = option(False, "Delete the checkpoints in --out and start again.")
+    fresh: bool = option(
+        False, "Delete the checkpoints in --out and start again. A restart by the launcher resumes."
+    )
     eval_every: int = option(100, "Steps between evaluations.", COUNT)
+    eval_tokens: int = option(
+        131072, "Validation tokens that an evaluation uses; 0 means all.", FROM_ZERO
+    )
     save_every: int = option(100, "Steps between checkpoints.", COUNT)
     log_every: int = option(10, "Steps between lines of metrics.", COUNT)
     checkpoint: str = option(
@@ -190,17 +195,11 @@ class Flags:
     profile: int = option(0, "Steps to trace into trace.json in --out.", FROM_ZERO, metavar="N")
 
 
-SECTIONS = {
-    "data": "Data",
-    "arch": "Model",
-    "epochs": "Training",
-    "spawn": "Machine",
-    "out": "Output",
-}
-# These flags define the model and the order of the data. They stay the same in a resumed run.
+# These flags define the model, the order of the data and what the validation loss means. They stay
+# the same in a resumed run.
 PINNED = set(
     "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer "
-    "init_from".split()
+    "init_from eval_tokens".split()
 )
 # A resumed run does not take these flags from the checkpoint.
 NOT_RESTORED = set(
@@ -228,35 +227,49 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 finds the start of the run, `state`. All ranks get its small parts, `saved`, or {}.
-        saved, state, rejected = find_start(flags, storage, world)
+        # Rank 0 reads the start of the run, `state`. All ranks get its small parts, `saved`, or {}.
+        state, rejected = ddp_setup.wait_together(
+            lambda: find_start(flags, storage) if first else ({}, []), world
+        )
+        small = state.keys() - {"model", "optimizers"}
+        saved = ddp_setup.from_rank_zero(lambda: {key: state[key] for key in small}, world)
         flags = merge_saved_flags(flags, given, saved)
         start_step = saved.get("step", 0)
+        if flags.min_lr > flags.lr:
+            raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
 
         # The data must be the same on all ranks (from_rank_zero returns rank 0's digest on all).
         chars = saved["vocabulary"]["chars"] if saved else ""
         corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
         digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
-        plan, val_plan = plan_batches(flags, corpus, expected={digest, saved.get("data", digest)})
-        steps_per_epoch = chardata.steps_per_epoch(plan)
+        with usage_errors(f"--data {flags.data}: "):
+            if {digest, saved.get("data", digest)} != {corpus.digest}:
+                raise ValueError("differs between ranks or from the data of the run; see --fresh")
+            plan, val_plan = plan_batches(flags, corpus)
+            steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
-        check_flags(flags, world.size)
 
         # The model and its optimizers, with the saved weights and moments.
-        config = model_config(corpus.vocab, vars(flags))
+        used = vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device), "vocab": corpus.vocab}
+        dtype, config = getattr(torch, used["dtype"]), model_config(used)
         flops_per_token = gpt.flops_per_token(config)
-        dtype = getattr(torch, pick_dtype(flags.dtype, world.device))
-        machine = {"ranks": world.size, "peak_flops": math.nan}
+        machine: State = {name: os.environ.get(name) for name in JOB_NAMES}
+        machine |= {"ranks": world.size, "peak_flops": math.nan}
         with suppress(FileNotFoundError):  # no extra: mfu is unknown, the memory is not checked
             describe = extra("machine").describe
             machine |= describe(world.device, dtype, world.size, flags.strategy, config)
         model = gpt.build(config, flags.seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
             gpt.compile_(model)
-        replica, sharding = replicate(model, flags, world)
-        profiling = extra("profiling") if flags.profile else None
-        board = extra("board") if flags.tensorboard else None
+        sharding = extra("fsdp") if flags.strategy != "ddp" and world.size > 1 else None
+        if sharding:
+            blocks = [*model.blocks]
+            replica = sharding.shard_(model, world.size, world.device, blocks, flags.strategy)
+        else:
+            replica = ddp_setup.replicate(model, world)
+        if flags.compress == "bf16":
+            extra("fsdp").compress_(replica)
         optimizers = make_optimizers(model, flags)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
@@ -269,22 +282,11 @@ def train(flags: Flags, given: set[str]) -> int:
                 say(f"The run in {flags.out} is finished: {start_step} steps. {HOW_TO_CONTINUE}")
             return DONE
 
-        # The --out folder. Nothing is written to it before this point.
-        vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
-        used_flags = flags_in_use(flags, corpus, dtype)
-        saved_config = {key: used_flags[key] for key in used_flags if key not in NOT_RESTORED}
-        held: list[object] = []  # keeps the lock of the folder until this function returns
-        prepare = partial(prepare_folder, flags, storage, start_step, rejected)
-        with usage_errors(f"--out {flags.out}: "):
-            seconds = ddp_setup.from_rank_zero(lambda: prepare(used_flags | machine, held), world)
-            if sharded:
-                storage.check_shared_folder(flags.out)
-
         loss_fn: loop.LossFn = gpt.loss
         batches = chardata.steps(plan, **share, accum=flags.accum, start=start_step)
         if sharding and flags.strategy == "fsdp":  # unlike zero, it needs equal numbers of batches
             batches, loss_fn = sharding.pad_steps(batches, loss_fn, flags.timeout)
-        training: Iterator[tuple[int, loop.Report]] = loop.train_(
+        training = loop.train_(
             replica,
             optimizers,
             batches,
@@ -298,21 +300,30 @@ def train(flags: Flags, given: set[str]) -> int:
             stop=asked,
             sync_each=flags.strategy == "fsdp",
         )
-        if first and profiling:
-            training = profiling.traced(training, flags.profile, f"{flags.out}/trace.json")
-        if first and board:  # only rank 0 appends metrics
-            storage = board.storage(storage, flags.out, start_step)
-        writing: Future[object] | None = None
+        if flags.profile:
+            path = f"{flags.out}/trace.json"
+            training = extra("profiling").traced(training, flags.profile * first, path)
+        if flags.tensorboard:
+            storage = extra("board").storage(storage, flags.out, start_step)
+
+        # The --out folder. Nothing is written to it before this point.
+        saved_config = {key: used[key] for key in used if key not in NOT_RESTORED}
+        vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
+        constants = {"data": digest, "config": saved_config, "vocabulary": vocabulary}
+        prepare = partial(prepare_folder, flags, storage, start_step, rejected, used | machine)
+        with usage_errors(f"--out {flags.out}: "):
+            # The lock is held until this function returns.
+            lock, seconds = ddp_setup.wait_together(
+                lambda: prepare() if first else (None, 0.0), world
+            )
+            if sharded:
+                storage.check_shared_folder(flags.out)
+
+        log = partial(append_metrics, storage, flags.out, seconds - PROCESS_START)
+        # The thread of the last save, and when it should have ended. At first: one that has ended.
+        writing, saved_step = (ckpt.run_in_background(bool), 0.0), start_step
         collect_garbage_again()
-        # Both times move forward by each pause, so that evaluations and saves do not count.
-        logged, began = start_step, time.perf_counter()
-        logged_at = began
-
-        def log(record: State) -> None:
-            record["seconds"] = round(seconds + time.perf_counter() - PROCESS_START, 3)
-            with warn_of_os_errors("metrics"):
-                storage.append_text(flags.out, "metrics.jsonl", json_line(record))
-
+        logged, logged_at = start_step, time.perf_counter()  # without evaluations and saves
         try:
             for step, report in training:
                 val_loss: float | None = None
@@ -328,53 +339,53 @@ def train(flags: Flags, given: set[str]) -> int:
                     record |= {"tokens": tokens_at(step), "loss": loss, "grad_norm": norm}
                     record |= {"lr": report.lr, "tokens_per_s": round(rate, 1), "mfu": mfu}
                     log(record | {"skipped": int(report.skipped)})
-                    left = (total - step) * (now - began) / (step - start_step)
-                    draw(format_record(record, total, left))
+                    seconds_left = (tokens_at(total) - tokens_at(step)) / rate
+                    draw(format_record(record, total, seconds_left))
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
-                    windows, eval_loss = chardata.every_window(val_plan, **share), gpt.loss
+                    windows = show_progress(chardata.every_window(val_plan, **share), first)
+                    eval_loss = gpt.loss
                     if sharding:
                         windows, eval_loss = sharding.pad_batches(replica, windows, eval_loss)
                     val_loss = loop.evaluate(replica, windows, eval_loss, dtype, stop=asked)
                     stopped = val_loss is None  # the evaluation was interrupted
                     if first and not stopped:
                         log({"step": step, "val_loss": val_loss})
-                        say(f"step {step}  validation loss {val_loss:.4f}")
+                        count = chardata.num_tokens(val_plan.tokens) - 1
+                        say(f"step {step}  validation loss {val_loss:.4f} over {count:,} tokens")
 
                 # Weights with a loss or gradient that is not finite are saved only at the end.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 if stopped or last or due:
+                    ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
                     chardata.verify_unchanged(corpus)
-                    ddp_setup.wait_together(partial(wait_for_save, writing), world)
-                    small = {"step": step, "data": digest, "scaler": scaler.state_dict()}
-                    small |= {"config": saved_config, "vocabulary": vocabulary}
+                    due = not ddp_setup.any_rank(not ended, world)
+                if due:
                     # All ranks help with the snapshot; rank 0, or with shards each rank, writes.
-                    state = storage.snapshot(replica, optimizers, **small)
+                    changing = {"step": step, "scaler": scaler.state_dict()}
+                    state = storage.snapshot(replica, optimizers, **changing, **constants)
                     if first or sharded:
-                        args = (flags.out, state, step, val_loss, flags.keep)
-                        writing = ckpt.run_in_background(storage.save_and_prune, *args)
-                pause = time.perf_counter() - paused_at
-                began, logged_at = began + pause, logged_at + pause
+                        args = flags.out, state, step, val_loss, flags.keep
+                        thread = ckpt.run_in_background(storage.save_and_prune, *args)
+                        writing, saved_step = (thread, time.monotonic() + flags.timeout), step
+                logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
         except loop.Diverged:  # all ranks raise it; the checkpoint that is being written is good
-            ddp_setup.wait_together(partial(wait_for_save, writing), world)
+            ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             raise
         except (ValueError, OSError):  # perhaps on this rank only, so it cannot wait for the others
-            wait_for_save(writing)
+            wait_for_save(*writing)
             raise
-        # With shards, the save of rank 0 ends after those of all ranks.
-        written = ddp_setup.from_rank_zero(lambda: wait_for_save(writing), world)
+        ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
+        written = ended and saved_step == step and not writing[0].exception()
+        failed = ddp_setup.from_rank_zero(lambda: not written, world)
     if first and stopped:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
     elif first:
-        rate = (tokens_at(total) - tokens_at(start_step)) / (logged_at - began)
-        quality = "no validation" if val_loss is None else f"validation loss {val_loss:.4f}"
-        say(f"Done: {total} steps, {quality}, {rate:,.0f} tokens/s; see {flags.out}.")
-        if not sharding:
-            print_first_sample(model, vocabulary, plan.tokens[0][:1])
-    return FAILED if not written else STOPPED if stopped else DONE
+        say(f"Done: {total} steps; see {flags.out}. {HOW_TO_SAMPLE}")
+    return FAILED if failed else STOPPED if stopped else DONE
 
 
 # ------------------------------------------------------------------------------ the parts of train
@@ -402,34 +413,37 @@ def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
     state = {**found.state, "name": f"{out}/{found.entry.name}"}
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; --fresh deletes it")
-    if "tokens" in state["config"]:  # the name of the flag in version 0.1
-        state["config"]["tokenizer"] = state["config"].pop("tokens")
+    config = state["config"]
+    config["vocab"] = state["vocabulary"]["vocab"]  # version 0.1 saved None for text,
+    if "tokens" in config:
+        config["tokenizer"] = config.pop("tokens")  # and this flag had another name,
+    config.setdefault("eval_tokens", 0)  # and an evaluation used all tokens
     return state, rejected
 
 
-def find_start(
-    flags: Flags, storage: ModuleType, world: ddp_setup.World
-) -> tuple[State, State, list[str]]:
-    """Find what the run starts from. Every rank must call this.
+def started_again(out: str, storage: ModuleType) -> bool:
+    """Whether the launcher has started the job that made `out` again, after a failure.
 
-    Return the small parts of the start on all ranks, and on rank 0 the whole start and a line for
-    each damaged checkpoint.
+    torchrun keeps the id of a run when it starts the ranks again. (The id "none" is a default that
+    names no run.) SLURM keeps the id of a job, also for a job that it runs again.
     """
-    state: State = {}
-    rejected: list[str] = []
+    config = json.loads(storage.read_text(out, "config.json") or "{}")
+    env = os.environ
+    run, job = (config.get(name) == env.get(name, "none") != "none" for name in JOB_NAMES)
+    return run or job and "SLURM_RESTART_COUNT" in env
 
-    def find() -> State:
-        nonlocal state, rejected
-        if not flags.fresh:
-            state, rejected = find_checkpoint(flags.out, storage)
-        if not state and flags.init_from:
-            read = extra("reader").read
-            state = extra("exchange").start_state(
-                flags.init_from, flags.out, newest_checkpoint, read
-            )
-        return {key: value for key, value in state.items() if key not in ("model", "optimizers")}
 
-    return ddp_setup.from_rank_zero(find, world), state, rejected
+def find_start(flags: Flags, storage: ModuleType) -> tuple[State, list[str]]:
+    """Return what the run starts from, {} for a new model, and a line per damaged checkpoint."""
+    state, rejected = State(), list[str]()
+    if not flags.fresh or started_again(flags.out, storage):
+        state, rejected = find_checkpoint(flags.out, storage)
+        if flags.fresh and state:
+            warn("--fresh is ignored, because the launcher has started this job again")
+    if not state and flags.init_from:
+        start_state, read = extra("exchange").start_state, extra("reader").read
+        state = start_state(flags.init_from, flags.out, newest_checkpoint, read)
+    return state, rejected
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
@@ -437,8 +451,6 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
         ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
-        if f"{ours}".endswith(".json") and f"{theirs}".endswith(".json"):
-            continue  # extras/tokenizer.py compares the contents of the files
         if ours != theirs:
             made = f"{saved['name']}, made with {flag} {theirs}"
             raise ValueError(f"{flag} {ours} contradicts {made}; leave it out, or use --fresh")
@@ -459,74 +471,33 @@ def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
 
 
 def plan_batches(
-    flags: Flags, corpus: chardata.Corpus, expected: set[str]
+    flags: Flags, corpus: chardata.Corpus
 ) -> tuple[chardata.BatchPlan, chardata.BatchPlan]:
-    """Return the plans of the batches for training and for validation.
-
-    ValueError if the data do not fit the flags, or do not have the `expected` digests, those of
-    rank 0 and of the checkpoint.
-    """
-    with usage_errors(f"--data {flags.data}: "):
-        if expected != {corpus.digest}:
-            raise ValueError("differs between ranks or from the data of the run; see --fresh")
-        train, val = chardata.split(corpus.tokens, flags.val_fraction)
-        plan = chardata.BatchPlan(
-            train, flags.block_size, flags.batch_size, flags.seed, corpus.vocab
-        )
-        chardata.steps_per_epoch(plan)
-        if val and chardata.num_tokens(val) < 2:
-            raise ValueError(f"--val-fraction {flags.val_fraction} leaves only one token")
-    return plan, plan._replace(tokens=val, batch_size=max(1, EVAL_TOKENS // flags.block_size))
+    """Return the plans of the batches for training and for validation."""
+    block_size = flags.block_size
+    train, val = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
+    plan = chardata.BatchPlan(train, block_size, flags.batch_size, flags.seed, corpus.vocab)
+    return plan, plan._replace(tokens=val, batch_size=EVAL_BATCH // block_size or 1)
 
 
-def check_flags(flags: Flags, world_size: int) -> None:
-    """Raise ValueError for flags that contradict each other or the number of ranks."""
-    if not flags.out:
-        raise ValueError("--out is empty; name a folder or a URL")
-    if flags.batch_size < world_size:
-        small = f"--batch-size {flags.batch_size}"
-        raise ValueError(f"{small} is smaller than the number of ranks, {world_size}")
-    if flags.compress != "none" and flags.strategy != "ddp":
-        raise ValueError(f"--compress {flags.compress} needs --strategy ddp, not {flags.strategy}")
-    if flags.min_lr > flags.lr:
-        raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
-
-
-def flags_in_use(flags: Flags, corpus: chardata.Corpus, dtype: torch.dtype) -> State:
-    """Return the flags with the dtype and vocabulary size that the run uses, without passwords."""
-    used: State = json.loads(without_password(json.dumps(vars(flags))))
-    vocab = corpus.vocab if corpus.kind in ("ids", "tokenizer") else None  # else the text decides
-    return used | {"dtype": f"{dtype}".removeprefix("torch."), "vocab": vocab}
-
-
-def model_config(vocab: int, flags: State) -> gpt.Config:
+def model_config(flags: State) -> gpt.Config:
     """Return the configuration of the model that the flags describe."""
-    return gpt.Config(vocab, **{name: flags[name] for name in gpt.Config._fields[1:]})
-
-
-def replicate(
-    model: gpt.GPT, flags: Flags, world: ddp_setup.World
-) -> tuple[torch.nn.Module, ModuleType | None]:
-    """Distribute the model; return the module to train, and extras/fsdp.py if that is in use."""
-    if flags.strategy != "ddp" and world.size > 1:
-        fsdp = extra("fsdp")
-        return fsdp.shard_(model, world.size, world.device, [*model.blocks], flags.strategy), fsdp
-    replica = ddp_setup.replicate(model, world)
-    if flags.compress == "bf16":
-        extra("fsdp").compress_(replica)
-    return replica, None
+    return gpt.Config(**{name: flags[name] for name in gpt.Config._fields})
 
 
 def make_optimizers(model: gpt.GPT, flags: Flags) -> list[torch.optim.Optimizer]:
     """Return AdamW for all parameters, or AdamW and, for the matrices of the blocks, Muon."""
     groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
-    matrices, muon = groups["matrices"], list[torch.optim.Optimizer]()
+    muon: list[torch.optim.Optimizer] = []
     if flags.optimizer == "muon":
         # match_rms_adamw scales the updates so that one learning rate fits both (Liu et al., 2025).
+        matrices = groups.pop("matrices")
         muon = [torch.optim.Muon(matrices, lr, decay, adjust_lr_fn="match_rms_adamw")]
-    decayed = groups["embeddings"] + ([] if muon else matrices)
-    settings = [{"params": decayed, "weight_decay": decay}]
-    settings += [{"params": groups["vectors"], "weight_decay": 0.0}] if groups["vectors"] else []
+    settings = [
+        {"params": parameters, "weight_decay": 0.0 if name == "vectors" else decay}
+        for name, parameters in groups.items()
+        if parameters
+    ]
     return [torch.optim.AdamW(settings, lr, (0.9, 0.95), fused=True), *muon]
 
 
@@ -558,18 +529,17 @@ def prepare_folder(
     step: int,
     rejected: list[str],
     config: State,
-    held: list[object],
-) -> float:
-    """Write the first files into --out; return the seconds that earlier starts took. For rank 0.
+) -> tuple[object, float]:
+    """Write the first files into --out. Return its lock, and how long earlier starts took.
 
-    Put the lock of the folder into `held`. Delete an old run for --fresh, set damaged checkpoints
-    aside, and remove the metrics after `step`, because these steps are done again.
+    Only rank 0 calls this. The time is in seconds. Delete an old run for --fresh, set damaged
+    checkpoints aside, and remove the metrics after `step`, because these steps are done again.
     """
     storage.make_folder(flags.out)
-    held.append(storage.lock(flags.out))
+    lock = storage.lock(flags.out)
     damaged = [line.split(":")[0] for line in rejected]  # each line is "NAME: REASON"
     for entry in storage.list_checkpoints(flags.out):
-        if flags.fresh:
+        if flags.fresh and not step:
             storage.remove(flags.out, entry.name)
         elif entry.step > step and entry.name not in damaged:
             raise ValueError(
@@ -585,18 +555,20 @@ def prepare_folder(
             seconds, lines = float(complete[2]), [*lines, line]
     storage.write_text(flags.out, "metrics.jsonl", "".join(lines))
     storage.write_text(flags.out, "config.json", json.dumps(config, indent=1))
-    return seconds
+    return lock, seconds
 
 
-def wait_for_save(writing: Future[object] | None) -> bool:
-    """Wait for a save; return whether it succeeded. If not, the next save tries again."""
-    try:
-        if writing:
-            writing.result()
-        return True
-    except (OSError, ValueError) as error:
+def wait_for_save(writing: Future[object], deadline: float) -> bool:
+    """Wait until a save has ended, or until time.monotonic() is `deadline`. Warn if it failed.
+
+    Return whether it has ended. If it failed, the next save tries again.
+    """
+    wait([writing], max(0.0, deadline - time.monotonic()))
+    if not writing.done():
+        warn_once("a save takes longer than --timeout; training continues without further saves")
+    elif error := writing.exception():
         warn(f"checkpoint not written: {error}; the checkpoints before it are untouched")
-        return False
+    return writing.done()
 
 
 # ------------------------------------------------------------------------------ output and errors
@@ -605,7 +577,7 @@ def wait_for_save(writing: Future[object] | None) -> bool:
 def say(text: str) -> None:
     """Print a line."""
     with warn_of_os_errors("output"):  # a full disk or a closed pipe must not end the training
-        click.echo(CLEAR_LINE + without_password(text))
+        click.echo(CLEAR_LINE + text)
 
 
 def draw(text: str) -> None:
@@ -613,6 +585,25 @@ def draw(text: str) -> None:
     if not sys.stdout.isatty():
         return say(text)
     click.echo(CLEAR_LINE + text[: shutil.get_terminal_size().columns - 1], nl=False)
+
+
+def append_metrics(storage: ModuleType, out: str, seconds: float, record: State) -> None:
+    """Add a record of numbers to metrics.jsonl, with null for NaN and infinity.
+
+    seconds: what to add to the present time to get the seconds since the run was started first.
+    """
+    record["seconds"] = round(seconds + time.perf_counter(), 3)
+    finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
+    with warn_of_os_errors("metrics"):
+        storage.append_text(out, "metrics.jsonl", json.dumps(finite) + "\n")
+
+
+def show_progress(batches: Iterator[chardata.Batch], show: bool) -> Iterator[chardata.Batch]:
+    """Yield the batches of an evaluation. If `show` is true, show their number in a terminal."""
+    for number, batch in enumerate(batches, 1):
+        if show and sys.stdout.isatty():
+            draw(f"evaluation: batch {number}")
+        yield batch
 
 
 def format_record(record: State, total: int, seconds_left: float) -> str:
@@ -627,7 +618,7 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
 def tell(text: str) -> None:
     """Print a line on stderr."""
     with suppress(OSError):
-        click.echo(CLEAR_LINE + without_password(text), err=True)
+        click.echo(CLEAR_LINE + text, err=True)
 
 
 def warn(text: str) -> None:
@@ -658,17 +649,6 @@ def usage_errors(subject: str = "") -> Iterator[None]:
         raise click.UsageError(f"{subject}{error}") from error
 
 
-def without_password(text: str) -> str:
-    """Return a text without the user and password of the URLs in it."""
-    return re.sub(r"://[^/@\s]*@", "://", text)
-
-
-def json_line(record: State) -> str:
-    """Return a record of numbers as a line of JSON, which has null for NaN and infinity."""
-    finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
-    return json.dumps(finite) + "\n"
-
-
 # ------------------------------------------------------------------------------ sample and evaluate
 
 
@@ -686,34 +666,10 @@ def load_model(out: str, device: torch.device) -> tuple[gpt.GPT, State]:
     """Return the model of the newest checkpoint, ready for inference, and that checkpoint."""
     state = newest_checkpoint(out)
     with usage_errors(f"{state['name']}: "):
-        model = gpt.build(model_config(state["vocabulary"]["vocab"], state["config"]), 0)
+        model = gpt.build(model_config(state["config"]), seed=0)
         ckpt.check_matches(state, model)
     model.load_state_dict(state["model"])
     return model.to(device).eval(), state
-
-
-def codec(kind: str) -> ModuleType:
-    """Return the module that has `encode` and `decode` for tokens of this kind."""
-    return extra("tokenizer") if kind == "tokenizer" else chardata
-
-
-def print_sample(
-    model: gpt.GPT, vocabulary: State, prompt: np.ndarray, count: int, **settings: Any
-) -> None:
-    """Print the prompt, (T,) ids, and `count` new tokens, each character when it is complete."""
-    kind, ids = vocabulary["kind"], torch.from_numpy(prompt.astype("int64"))
-    generated = islice(gpt.sample(model, ids, **settings), count)
-    for text in codec(kind).decode(chain(ids.tolist(), generated), kind, vocabulary["chars"]):
-        click.echo(text, nl=False)
-    click.echo()
-
-
-def print_first_sample(model: gpt.GPT, vocabulary: State, prompt: np.ndarray) -> None:
-    """Print what the model generates at the end of a training."""
-    say("A sample:")
-    # Without "force_eager", torch.compile would compile the blocks for each length of the context.
-    with torch.compiler.set_stance("force_eager"), warn_of_os_errors("output"):
-        print_sample(model, vocabulary, prompt, 400)
 
 
 OUT = click.option("--out", default="out", metavar="FOLDER", help="Folder or URL of checkpoints.")
@@ -727,9 +683,6 @@ DEVICE = click.option("--device", default="auto", metavar="auto|cpu|cuda|mps", h
 @click.option("--max-new-tokens", type=COUNT, default=500, help="Number of tokens to generate.")
 @click.option("--temperature", type=FACTOR, default=0.8, help="0: always the most probable token.")
 @click.option("--top-k", type=FROM_ZERO, default=0, help="Draw from K tokens; 0 means all.")
-@click.option(
-    "--top-p", type=PROBABILITY, default=1.0, help="Draw from the most probable ones, P in total."
-)
 @click.option("--seed", type=SEED, help="To get the same text again.  [default: a new seed]")
 def sample(
     out: str,
@@ -737,7 +690,7 @@ def sample(
     prompt: str | None,
     max_new_tokens: int,
     seed: int | None,
-    **settings: float,
+    **settings: Any,
 ) -> None:
     """Print text that the newest checkpoint generates.
 
@@ -746,17 +699,20 @@ def sample(
     """
     with usage_errors(), ddp_setup.process_group(device) as world:
         model, state = load_model(out, world.device)
-        vocabulary = state["vocabulary"]
-        kind, vocab, chars = vocabulary["kind"], vocabulary["vocab"], vocabulary["chars"]
+        kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
+        codec = extra("tokenizer") if kind == "tokenizer" else chardata
         if prompt is None:  # the first character in a vocabulary is nearly always a new line
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
-        ids = codec(kind).encode(prompt, kind, chars)
-        if not len(ids) or ids.max() >= vocab:
+        ids = codec.encode(prompt, kind, chars).tolist()
+        if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
-        generator = torch.Generator(world.device)
-        generator.seed() if seed is None else generator.manual_seed(seed)
+        torch.seed() if seed is None else torch.manual_seed(seed)
     collect_garbage_again()
-    print_sample(model, vocabulary, ids, max_new_tokens, generator=generator, **settings)
+    generated = gpt.sample(model, torch.tensor(ids), **settings)
+    tokens = chain(ids, islice(generated, max_new_tokens))
+    for text in codec.decode(tokens, kind, chars):  # each character when it is complete
+        click.echo(text, nl=False)
+    click.echo()
 
 
 @click.command("eval")
@@ -771,29 +727,30 @@ def evaluate(out: str, device: str, data: str | None) -> None:
     """
     with usage_errors(), ddp_setup.process_group(device) as world:
         model, state = load_model(out, world.device)
-        config, vocabulary = state["config"], state["vocabulary"]
-        dtype, block_size = config["dtype"], config["block_size"]
-        flags = Flags(data or config["data"], config["vocab"], config["tokenizer"])
+        flags = merge_saved_flags(Flags(data), {"data"} if data else set(), state)
+        vocabulary = state["vocabulary"]
         corpus = read_corpus(flags, vocabulary["chars"])
         if corpus.kind != vocabulary["kind"]:
             raise ValueError(
                 f"--data {data}: is {corpus.kind}; the model needs {vocabulary['kind']}"
             )
-        tokens = corpus.tokens if data else chardata.split(corpus.tokens, config["val_fraction"])[1]
+        tokens = corpus.tokens if data else chardata.split(corpus.tokens, flags.val_fraction)[1]
         if not tokens:
             raise ValueError("the run has no validation data; name other data with --data")
-        batch_size, vocab = max(1, EVAL_TOKENS // block_size), vocabulary["vocab"]
-        plan = chardata.BatchPlan(tokens, block_size, batch_size, vocab=vocab)
+        batch_size = EVAL_BATCH // flags.block_size or 1
+        plan = chardata.BatchPlan(tokens, flags.block_size, batch_size, vocab=corpus.vocab)
+        first = world.rank == 0
         windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
         collect_garbage_again()
-        loss = loop.evaluate(model, windows, gpt.loss, getattr(torch, dtype)) or 0.0
+        batches, dtype = show_progress(windows, first), getattr(torch, flags.dtype)
+        loss = loop.evaluate(model, batches, gpt.loss, dtype) or 0.0
         chardata.verify_unchanged(corpus)
-    if world.rank == 0:
-        text = f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token"
-        text += (
-            f", perplexity {math.exp(loss):.4f}, over {chardata.num_tokens(tokens) - 1:,} tokens"
+    if first:
+        count = chardata.num_tokens(tokens) - 1
+        say(
+            f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
+            f"perplexity {math.exp(loss):.4f}, over {count:,} tokens, in {flags.dtype}"
         )
-        click.echo(f"{text}, in {dtype}")
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -826,7 +783,6 @@ def launch(flags: Flags, given: set[str]) -> int:
     if "RANK" in os.environ:
         raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
     size = flags.spawn or torch.cuda.device_count() or ddp_setup.available_cpus()
-    flags = replace(flags, spawn=None)
     return ddp_setup.spawn(main, size, train, flags, given, timeout=flags.timeout)
 
 
@@ -856,7 +812,7 @@ cli = click.Group(
 click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)(cli)
 with suppress(FileNotFoundError):  # extras/ is optional
     extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
-    extra("flags").extend(cli, "DDPKIT", SECTIONS)
+    extra("flags").extend(cli, "DDPKIT")
 
 
 def command_line() -> int:

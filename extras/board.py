@@ -11,6 +11,7 @@ Needs torch and tensorboard.
 
 import json
 import math
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,14 +40,16 @@ def write(writer: SummaryWriter, record: dict[str, Any]) -> None:
 def storage(inner: Any, folder: str, start: int) -> SimpleNamespace:
     """Return the functions of `inner` (ckpt.py, or a record with its functions).
 
-    append_text also writes the line, which is a JSON object, for TensorBoard.
+    append_text also writes the line, which is a JSON object, for TensorBoard. Its first call creates
+    the file, so that ranks that never call it create none.
     """
-    writer = open_board(folder, start)
+    open_once = cache(open_board)
 
-    def append_text(folder: str, name: str, line: str) -> None:
-        inner.append_text(folder, name, line)
+    def append_text(out: str, name: str, line: str) -> None:
+        inner.append_text(out, name, line)
         values = json.loads(line).items()
-        write(writer, {key: math.nan if value is None else value for key, value in values})
+        record = {key: math.nan if value is None else value for key, value in values}
+        write(open_once(folder, start), record)
 
     functions = {name: getattr(inner, name) for name in dir(inner) if not name.startswith("_")}
     return SimpleNamespace(**{**functions, "append_text": append_text})

@@ -104,8 +104,10 @@ def add_commands(
                 saved = {key: value for key, value in state.items() if key != "name"}
                 open_storage(output).save(output, saved, entry.step, entry.loss)
                 return
-            exchange, flags, vocabulary = extra("exchange"), state["config"], state["vocabulary"]
+            export, exchange, vocabulary = extra("export"), extra("exchange"), state["vocabulary"]
             shape = ("arch", "block_size", "layers", "heads", "embd", "dropout")
-            config = {"vocab": vocabulary["vocab"], **{name: flags[name] for name in shape}}
+            config = {name: state["config"][name] for name in shape}
+            config["vocab"] = vocabulary["vocab"]
             words = {"kind": vocabulary["kind"], "chars": vocabulary["chars"]}
-            exchange.write(exchange.Model(config, words, state["model"]), format, output)
+            model = exchange.Model(config, words, state["model"])
+            export.write(model, format, output, exchange.to_gpt2, exchange.make_tokenizer)

@@ -1,6 +1,6 @@
 """Additions to a click group: a TOML file of flags, a check of names, sections on the help page.
 
-    extend(cli, "MYPROGRAM", {"data": "Data", "layers": "Model"})  # a section begins at these flags
+    extend(cli, "MYPROGRAM")
 
     [in run.toml]   batch-size = 64
     $ MYPROGRAM_SEED=1 python myprogram.py --config run.toml --layers 2
@@ -17,9 +17,17 @@ from typing import Any
 import click
 
 LIMIT = 1e12
+# The name of the first flag of each section of the help page of run.py -> the section's title.
+SECTIONS = {
+    "data": "Data",
+    "arch": "Model",
+    "epochs": "Training",
+    "spawn": "Machine",
+    "out": "Output",
+}
 
 
-def extend(group: click.Group, prefix: str, sections: Mapping[str, str]) -> None:
+def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIONS) -> None:
     """Add the flag --config, checks before the group runs, and sections on its help page.
 
     --config names a TOML file with defaults of the group's flags. The environment and the command

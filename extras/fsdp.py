@@ -220,7 +220,7 @@ def compress_(replica: nn.Module) -> None:
         replica.register_comm_hook(None, _bf16_hook)
     elif dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"compress_ needs a DistributedDataParallel model, not {type(replica).__name__}"
+            f"only DistributedDataParallel can compress gradients, not {type(replica).__name__}"
         )
 
 

@@ -20,11 +20,12 @@ WARMUP = 6  # steps; during the last one the profiler runs already, since its ow
 def traced(steps: Iterable[T], count: int, path: str) -> Iterator[T]:
     """Return the same steps. Write a trace of `count` of them, after the first WARMUP, to `path`.
 
-    If the steps end early, a warning says so, and the trace is not complete. ValueError for a URL.
+    If the steps end early, a warning says so, and the trace is not complete. With a count of 0, no
+    trace is written. ValueError for a URL.
     """
     if "://" in path:
         raise ValueError(f"a trace needs a file, not {path}")
-    return _traced(steps, count, path)
+    return _traced(steps, count, path) if count else iter(steps)
 
 
 def _traced(steps: Iterable[T], count: int, path: str) -> Iterator[T]:

@@ -10,13 +10,13 @@
 Needs fsspec and filelock, which torch requires, and the fsspec package of the file system, for
 example s3fs. Credentials and the number of retries are settings of that package.
 
-Errors of a file system become an OSError that names the URL, without user name and password.
-FileNotFoundError, IsADirectoryError, ImportError and ValueError keep their type.
+Errors of a file system become an OSError that names the URL. FileNotFoundError, IsADirectoryError,
+ImportError and ValueError keep their type. A URL with a password is a ValueError, because URLs are
+written to logs and checkpoints: set an environment variable such as FSSPEC_FTP_PASSWORD.
 """
 
 import hashlib
 import os
-import re
 import socket
 import tempfile
 import warnings
@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import filelock
 from fsspec.core import url_to_fs
@@ -272,18 +273,18 @@ def _check_size(fs: Any, name: str, copy: str) -> None:
 # ------------------------------------------------------------------------------------------ errors
 
 
-def without_password(text: str) -> str:
-    """Return the text without the user names and passwords in its URLs."""
-    return re.sub(r"://[^/@\s]*@", "://", text)
-
-
 @contextmanager
 def _file_system(url: str) -> Iterator[tuple[Any, str]]:
-    """Give (fsspec file system, path) of a URL, and turn other errors into OSError.
+    """Give (fsspec file system, path) of a URL, and turn its errors into OSError.
 
     That error is of the class OSError itself, so that it can be told from FileNotFoundError. The
     packages of file systems have retried by then, as often as their own settings say.
     """
+    if urlsplit(url).password is not None:
+        raise ValueError(
+            "a URL must not contain a password, because URLs are written to logs and checkpoints: "
+            "set an environment variable, such as FSSPEC_FTP_PASSWORD for ftp"
+        )
     try:
         fs, path = url_to_fs(url)
         yield fs, path.rstrip("/")
@@ -293,4 +294,4 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
         raise
     except Exception as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise OSError(without_password(f"{url}: {text}")) from error
+        raise OSError(f"{url}: {text}") from error

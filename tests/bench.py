@@ -522,7 +522,7 @@ def sampling() -> Iterator[Row]:
 def sample_without_cache(model: gpt.GPT, tokens: Tensor, count: int) -> Tensor:
     """Return the tokens (T,) and `count` generated ones, (T + count,) int64."""
     for _ in range(count):
-        token = gpt.sample_token(model(tokens[None])[0, -1], 1.0, 0, 1.0, None)
+        token = gpt.sample_token(model(tokens[None])[0, -1], 1.0, 0, None)
         tokens = torch.cat((tokens, tokens.new_tensor([token])))
     return tokens
 

@@ -831,57 +831,6 @@ def test_removing_what_does_not_exist_is_no_error(folder):
     assert ckpt.list_checkpoints(folder) == [] and names(folder) == []
 
 
-def make_sharded(folder, step=20):
-    """Make a folder with the name of a sharded checkpoint, and return the name."""
-    name = ckpt.make_entry(step, None, "0123456789abcdef" * 2, ending="").name
-    path = Path(folder, name)
-    path.mkdir(parents=True)
-    for file in ("manifest.json", "__0_0.distcp"):
-        (path / file).write_bytes(b"content")
-    return name
-
-
-def test_a_folder_is_renamed_durably_before_its_content_is_deleted(folder, monkeypatch):
-    name, calls = make_sharded(folder), []
-
-    def record(module, function):
-        def wrapper(*args, **kwargs):
-            calls.append(function)
-            if function == "rmtree":
-                assert name not in names(folder) and not ckpt.list_checkpoints(folder)
-            return original(*args, **kwargs)
-
-        original = getattr(module, function)
-        monkeypatch.setattr(module, function, wrapper)
-
-    for module, function in ((Path, "replace"), (os, "fsync"), (ckpt.shutil, "rmtree")):
-        record(module, function)
-    ckpt.remove(folder, name)
-    assert calls == ["replace", "fsync", "rmtree"] and names(folder) == []
-
-
-def test_a_folder_whose_deletion_breaks_off_is_not_listed_and_goes_with_the_lock(
-    folder, monkeypatch
-):
-    name = make_sharded(folder)
-    monkeypatch.setattr(
-        ckpt.shutil, "rmtree", lambda path, ignore_errors: os.unlink(path / "manifest.json")
-    )
-    ckpt.remove(folder, name)
-    assert ckpt.list_checkpoints(folder) == [] and len(names(folder)) == 1
-    monkeypatch.undo()
-    with ckpt.lock(folder):
-        assert names(folder) == [".lock"]
-
-
-def test_a_folder_with_the_name_of_a_file_is_set_aside_and_not_deleted(folder):
-    name = f"{make_sharded(folder)}"
-    os.rename(Path(folder, name), Path(folder, f"{name}.pt"))
-    ckpt.remove(folder, f"{name}.pt")
-    assert names(folder) == [f"{name}.pt.damaged"]
-    assert len(names(Path(folder, f"{name}.pt.damaged"))) == 2
-
-
 # --------------------------------------------------------------------------------- writes that fail
 
 
@@ -940,10 +889,11 @@ def test_a_folder_that_is_a_file_is_an_oserror(tmp_path):
     assert (tmp_path / "out").read_text() == "mine" and os.listdir(tmp_path) == ["out"]
 
 
-def test_a_url_is_refused_and_no_folder_is_made(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["s3://bucket/out", ""])
+def test_a_url_and_an_empty_name_are_refused_and_nothing_is_made(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"s3://bucket/out is a URL: use extras/remote\.py"):
-        ckpt.save("s3://bucket/out", some_state(), 1)
+    with pytest.raises(ValueError, match=r"empty, or is a URL, which extras/remote\.py can use"):
+        ckpt.save(name, some_state(), 1)
     assert os.listdir(tmp_path) == []
 
 
@@ -1050,12 +1000,12 @@ def test_lock_waits_for_a_process_that_is_just_ending(folder):
 def test_lock_deletes_temporary_files_and_nothing_else(folder):
     entry = ckpt.save(folder, some_state(1), 1)
     Path(folder, f"{ckpt.TEMPORARY}12345").write_bytes(b"half")
-    Path(folder, f"{ckpt.TEMPORARY}400").mkdir()
-    Path(folder, f"{ckpt.TEMPORARY}400", "__0_0.distcp").write_bytes(b"half")
+    Path(folder, f"{ckpt.TEMPORARY}400").mkdir()  # of a sharded checkpoint
     Path(folder, "metrics.jsonl").touch()
     assert ckpt.newest(folder)[0].entry == entry
     with ckpt.lock(folder):
-        assert names(folder) == sorted([".lock", "metrics.jsonl", entry.name])
+        left = [".lock", "metrics.jsonl", entry.name, f"{ckpt.TEMPORARY}400"]
+        assert names(folder) == sorted(left)
 
 
 def test_lock_that_another_process_holds_deletes_nothing(folder):

@@ -425,7 +425,7 @@ def sample_without_a_cache(model, prompt, temperature, generator):
     context = prompt[-size:].tolist()
     while True:
         logits = model(torch.tensor([context]))[0, -1]
-        context.append(gpt.sample_token(logits, temperature, 0, 1.0, generator))
+        context.append(gpt.sample_token(logits, temperature, 0, generator))
         yield context[-1]
         if len(context) > size:
             context = context[-max(1, size // 2) :]
@@ -502,53 +502,32 @@ def test_an_empty_prompt_is_an_error_at_the_first_next():
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.0, 1.9])
 
 
-def distribution(temperature, top_k, top_p):
+def distribution(temperature, top_k):
     """Compute the probabilities of the tokens from the definition, one token after another."""
     weights = {i: math.exp(logit / temperature) for i, logit in enumerate(LOGITS.tolist())}
-    ranked = sorted(weights, key=weights.get, reverse=True)[: top_k or len(weights)]
-    whole, kept = sum(weights[i] for i in ranked), []
-    while sum(weights[i] for i in kept) < top_p * whole and len(kept) < len(ranked):
-        kept.append(ranked[len(kept)])
+    kept = sorted(weights, key=weights.get, reverse=True)[: top_k or len(weights)]
     return {i: weights[i] / sum(weights[j] for j in kept) for i in kept}
 
 
 @pytest.mark.parametrize(
-    "temperature, top_k, top_p",
-    [
-        (1, 0, 1),
-        (0.5, 0, 1),
-        (2, 0, 1),
-        (1, 1, 1),
-        (1, 2, 1),
-        (1, 6, 1),
-        (1, 99, 1),
-        (1, 0, 0.01),
-        (1, 0, 0.5),
-        (1, 0, 0.7),
-        (1, 0, 0.95),
-        (1.5, 3, 0.6),
-        (0.7, 4, 0.9),
-        (1, 3, 0.75),
-    ],
+    "temperature, top_k",
+    [(1, 0), (0.5, 0), (2, 0), (1, 1), (1, 2), (1, 6), (1, 99), (1.5, 3), (0.7, 4)],
 )
-def test_token_frequencies_follow_temperature_top_k_and_top_p(temperature, top_k, top_p):
-    expected, n = distribution(temperature, top_k, top_p), 2000
+def test_token_frequencies_follow_temperature_and_top_k(temperature, top_k):
+    expected, n = distribution(temperature, top_k), 2000
     generator = torch.Generator().manual_seed(0)
-    counts = Counter(
-        gpt.sample_token(LOGITS, temperature, top_k, top_p, generator) for _ in range(n)
-    )
+    counts = Counter(gpt.sample_token(LOGITS, temperature, top_k, generator) for _ in range(n))
     assert counts.keys() == expected.keys()
     statistic = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in expected.items())
     df = len(expected) - 1
-    assert statistic <= df + 6 * math.sqrt(
-        2 * df
-    )  # mean plus six standard deviations of chi-square
+    # the mean plus six standard deviations of chi-square
+    assert statistic <= df + 6 * math.sqrt(2 * df)
 
 
 def test_temperature_0_takes_the_most_likely_token_and_draws_nothing():
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
-    assert gpt.sample_token(LOGITS, 0, 3, 0.5, generator) == 1
+    assert gpt.sample_token(LOGITS, 0, 3, generator) == 1
     assert torch.equal(generator.get_state(), before)
 
 
@@ -556,7 +535,6 @@ def test_sample_passes_its_settings_to_sample_token():
     model, prompt = random_model("modern"), random_tokens(4)
     greedy = list(islice(gpt.sample(model, prompt, temperature=0), 20))
     assert list(islice(gpt.sample(model, prompt, top_k=1), 20)) == greedy
-    assert list(islice(gpt.sample(model, prompt, top_p=1e-6), 20)) == greedy
     assert list(islice(gpt.sample(model, prompt, temperature=1e-4), 20)) == greedy
     assert list(islice(gpt.sample(model, prompt, temperature=3.0), 20)) != greedy
 

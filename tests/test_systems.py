@@ -299,9 +299,10 @@ def cnn(folder: str, device: str, sync_batchnorm: bool = True) -> None:
         x, y = torch.randn(32, 1, 8, 8), torch.arange(32) % 2
         x += y[:, None, None, None]
         layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)
-        model = ddp_setup.replicate(
-            nn.Sequential(*layers).to(world.device), world, sync_batchnorm=sync_batchnorm
-        )
+        model = nn.Sequential(*layers)
+        if sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = ddp_setup.replicate(model, world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         mine = x[world.rank :: world.size], y[world.rank :: world.size]
         losses = [

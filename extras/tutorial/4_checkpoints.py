@@ -28,21 +28,13 @@ def count_correct(model, batch):
 
 
 def resume_(model, opt, world):
-    state = {}
-
-    def read_newest():
-        found, rejected = ckpt.newest("out")
-        for line in rejected:
-            print(line)
-        if found is None:
-            return 0
-        state.update(found.state)
-        return found.entry.step
-
-    step = ddp_setup.from_rank_zero(read_newest, world)
-    if step:
-        ckpt.restore_(state, model, [opt])
-    return step
+    found, rejected = ddp_setup.wait_together(
+        lambda: ckpt.newest("out") if world.rank == 0 else (None, []), world
+    )
+    for line in rejected:
+        print(line)
+    ckpt.restore_(found.state if found else {}, model, [opt])
+    return ddp_setup.from_rank_zero(lambda: found.entry.step if found else 0, world)
 
 
 def main(world, stop):

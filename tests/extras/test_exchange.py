@@ -1,11 +1,8 @@
-"""Tests of extras/exchange.py, of the command export and of --init-from."""
+"""Tests of extras/exchange.py, and of the command export and --init-from in runs of run.py."""
 
-import itertools
 import json
 import math
 import os
-import pickle
-import pickletools
 import re
 import shutil
 from functools import partial
@@ -16,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, Ran, ahead, checkpoints, losses, run, same_training, state
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import chardata
 import gpt
-from extras import exchange, reader
+from extras import exchange, export, reader
 
 RUNS = [
     *TINY,
@@ -89,6 +84,10 @@ def of(kind: str, arch: str = "gpt2") -> tuple[gpt.GPT, exchange.Model]:
     return model, exchange.Model(config, VOCABULARIES[kind], model.state_dict())
 
 
+def write(model: exchange.Model, format: str, path: Path) -> None:
+    export.write(model, format, f"{path}", exchange.to_gpt2, exchange.make_tokenizer)
+
+
 def same_model(found: exchange.Model, model: exchange.Model) -> bool:
     return (
         found[:2] == model[:2]
@@ -106,22 +105,6 @@ def assert_same_logits(theirs: Any, ours: gpt.GPT) -> None:
         torch.testing.assert_close(
             theirs(tokens(ours)).logits, ours(tokens(ours)), rtol=0, atol=1e-5
         )
-
-
-@pytest.mark.parametrize("kind", VOCABULARIES)
-def test_transformers_computes_and_generates_the_same(transformers, tmp_path, kind):
-    ours, model = of(kind)
-    exchange.write(model, "hf", f"{tmp_path / 'hf'}")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    assert_same_logits(theirs, ours)
-    prompt = torch.tensor([[3, 1, 4]])
-    said = theirs.generate(
-        prompt, do_sample=False, max_new_tokens=20, attention_mask=torch.ones_like(prompt)
-    )
-    assert said[0, 3:].tolist() == list(
-        itertools.islice(gpt.sample(ours, prompt[0], temperature=0), 20)
-    )
-    assert same_model(exchange.read(f"{tmp_path / 'hf'}", reader.read), model)
 
 
 @pytest.mark.parametrize(
@@ -144,106 +127,19 @@ def test_a_model_that_transformers_saved_gives_the_same_logits(transformers, tmp
     assert_same_logits(theirs.float(), ours)
 
 
-@pytest.fixture(scope="module")
-def tokenizers(transformers, tmp_path_factory):
-    """Return kind -> tokenizer, which transformers has read, and has saved again."""
-    folder, found = tmp_path_factory.mktemp("tokenizers"), {}
-    for kind in ("char", "byte"):
-        exchange.write(of(kind)[1], "hf", f"{folder / kind}")
-        found[kind] = transformers.AutoTokenizer.from_pretrained(folder / kind)
-        found[kind].save_pretrained(folder / kind)
-        assert exchange.read(f"{folder / kind}", reader.read).vocabulary == VOCABULARIES[kind]
-    return found
-
-
-@settings(max_examples=50, deadline=None)
-@given(text=st.text(VOCABULARIES["char"]["chars"], min_size=1))
-def test_transformers_encodes_characters_as_chardata_does(tokenizers, text):
-    ids = chardata.encode(text, **VOCABULARIES["char"]).tolist()
-    assert tokenizers["char"](text)["input_ids"] == ids and tokenizers["char"].decode(ids) == text
-
-
-@settings(max_examples=50, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-def test_transformers_encodes_bytes_as_chardata_does(tokenizers, text):
-    assert tokenizers["byte"](text)["input_ids"] == list(text.encode())
-    assert tokenizers["byte"].decode(list(text.encode())) == text
-
-
-def test_a_character_outside_the_vocabulary_is_an_error_in_transformers_too(tokenizers):
-    with pytest.raises(Exception, match="vocabulary"):
-        tokenizers["char"]("Z")
-
-
 @pytest.mark.parametrize(
     "format, arch", [("nanogpt", "gpt2"), ("safetensors", "gpt2"), ("safetensors", "modern")]
 )
 def test_an_exported_model_is_imported_unchanged(tmp_path, format, arch):
     model = of("char", arch)[1]
-    exchange.write(model, format, f"{tmp_path / 'file'}")
+    write(model, format, tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert same_model(exchange.read(f"{tmp_path / 'file'}", reader.read), model)
 
 
 def nano(tmp_path: Path) -> dict[str, Any]:
-    exchange.write(of("char")[1], "nanogpt", f"{tmp_path / 'mine'}")
+    write(of("char")[1], "nanogpt", tmp_path / "mine")
     return torch.load(tmp_path / "mine" / "ckpt.pt", weights_only=True)
-
-
-def test_an_exported_nanogpt_file_has_the_names_and_shapes_of_nanogpt(tmp_path):
-    state, c = nano(tmp_path), 32
-    layer = {
-        "ln_1": (c,),
-        "attn.c_attn": (3 * c, c),
-        "attn.c_proj": (c, c),
-        "ln_2": (c,),
-        "mlp.c_fc": (4 * c, c),
-        "mlp.c_proj": (c, 4 * c),
-    }
-    expected = {
-        "transformer.wte.weight": (12, c),
-        "transformer.wpe.weight": (24, c),
-        "lm_head.weight": (12, c),
-        "transformer.ln_f.weight": (c,),
-        "transformer.ln_f.bias": (c,),
-    }
-    for i, (name, shape) in itertools.product(range(3), layer.items()):
-        expected |= {
-            f"transformer.h.{i}.{name}.weight": shape,
-            f"transformer.h.{i}.{name}.bias": shape[:1],
-        }
-    assert {name: tuple(weight.shape) for name, weight in state["model"].items()} == expected
-    assert state["model_args"] == {
-        "n_layer": 3,
-        "n_head": 4,
-        "n_embd": c,
-        "block_size": 24,
-        "bias": True,
-        "vocab_size": 12,
-        "dropout": 0.0,
-    }
-
-
-def test_the_sampling_of_nanogpt_finds_the_characters_and_no_code(tmp_path):
-    """sample.py looks for data/DATASET/meta.pkl, with the name DATASET from the checkpoint."""
-    assert nano(tmp_path)["config"] == {"dataset": "mine"}
-    pickled = (tmp_path / "mine" / "meta.pkl").read_bytes()
-    assert not {op.name for op, *_ in pickletools.genops(pickled)} & {
-        "GLOBAL",
-        "STACK_GLOBAL",
-        "INST",
-        "REDUCE",
-    }
-    chars, meta = VOCABULARIES["char"]["chars"], pickle.loads(pickled)
-    assert (
-        [meta["stoi"][char] for char in chars]
-        == [*range(meta["vocab_size"])]
-        == [*range(len(chars))]
-    )
-    assert "".join(map(meta["itos"].get, range(len(chars)))) == chars
-    for kind in ("byte", "ids"):
-        exchange.write(of(kind)[1], "nanogpt", f"{tmp_path / kind}")
-        assert [path.name for path in (tmp_path / kind).iterdir()] == ["ckpt.pt"]
 
 
 def test_a_checkpoint_as_nanogpt_saves_it_is_read(tmp_path):
@@ -329,7 +225,7 @@ WRONG = {
 def test_a_model_that_is_not_gpt2_is_refused(tmp_path, name):
     safetensors = pytest.importorskip("safetensors.torch")
     told, changed, said = WRONG[name]
-    exchange.write(of("char")[1], "hf", f"{tmp_path / 'hf'}")
+    write(of("char")[1], "hf", tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
     weights = {**safetensors.load_file(tmp_path / "hf" / "model.safetensors"), **changed}
@@ -338,6 +234,14 @@ def test_a_model_that_is_not_gpt2_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
         exchange.read(f"{tmp_path / 'hf'}", reader.read)
     assert str(caught.value).startswith(f"{tmp_path / 'hf'}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", ["", "[]", "[" * 100_000], ids=["nothing", "a list", "deep"])
+def test_a_config_of_another_form_is_an_error_of_one_line(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{tmp_path}')}: .+$") as caught:
+        exchange.read(f"{tmp_path}", reader.read)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("format", ["hf", "nanogpt"])
@@ -480,7 +384,7 @@ def test_the_imported_run_is_not_overwritten(done, text, tmp_path):
 
 
 def test_ids_must_be_in_the_vocabulary_of_the_imported_model(tmp_path):
-    exchange.write(of("ids")[1], "nanogpt", f"{tmp_path / 'a'}")
+    write(of("ids")[1], "nanogpt", tmp_path / "a")
     begin = ["--init-from", tmp_path / "a", "--steps", 1, "--out", tmp_path / "out", "--data"]
     for name, top in (("fitting.npy", 99), ("larger.npy", 100)):
         np.save(tmp_path / name, np.arange(3000, dtype=np.uint16) % (top + 1))

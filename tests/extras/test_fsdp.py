@@ -288,7 +288,8 @@ def write(world, kind, strategy, folder, at, optimizer):
     out = f"{folder}/{kind} {strategy} {world.size}"
     os.makedirs(out, exist_ok=True)
     if kind == "sharded" and world.size > 1:  # a single process always writes a file
-        sharded.save(out, model, optimizers, sharded.group(out, 60), at, None, 2, ckpt)()
+        files = sharded.storage(ckpt, reader.read, write_sharded=True)
+        files.save(out, files.snapshot(model, optimizers), at)
     else:
         written = ckpt.snapshot(model, optimizers)
         if world.rank == 0:
@@ -300,14 +301,9 @@ def read(world, kind, strategy, folder, writer, at, end, optimizer):
     model, optimizers = build(world, strategy, optimizer=optimizer)
     out = "{}/{} {} {}".format(folder, kind, *writer)
     (entry,) = ckpt.list_checkpoints(out)
-    path = f"{out}/{entry.name}"
-    if entry.name.endswith(".pt"):
-        ckpt.restore_(ckpt.load(out, entry) if world.rank == 0 else {}, model, optimizers)
-    elif world.size == 1:
-        ckpt.restore_(sharded.load(path, reader.read, ckpt.sha256), model, optimizers)
-    else:
-        assert not sharded.verify_shards(path, world.rank, world.size, ckpt.sha256)
-        sharded.restore_(path, model, optimizers)
+    write_sharded = kind == "sharded" and world.size > 1
+    files = sharded.storage(ckpt, reader.read, write_sharded) if kind == "sharded" else ckpt
+    files.restore_(files.load(out, entry) if world.rank == 0 else {}, model, optimizers)
     curves = learn(world, strategy, model, optimizers, at, end, accum=2)
     return {"curves": curves, "weights": whole(model)}
 
@@ -460,7 +456,7 @@ def test_compress_sends_gradients_as_bfloat16(ranks, size):
 
 
 def test_compress_needs_a_model_in_ddp(ranks):
-    expected = "compress_ needs a DistributedDataParallel model, not Linear"
+    expected = "only DistributedDataParallel can compress gradients, not Linear"
     assert [result["compress_error"] for result in ranks(2)] == [expected] * 2
     assert ranks(1)[0]["compress_error"] is None  # a single rank sends nothing
 

@@ -274,12 +274,29 @@ def test_a_text_that_cannot_be_uploaded_is_a_warning_and_the_checkpoint_is_there
     assert listed(folder)["metrics.jsonl"] == b"1\n2\n"
 
 
-def test_passwords_are_not_in_texts_and_errors(files):
-    text = "from ftp://me:doNotSayThis@host/x and s3://bucket/a@b to https://user@host"
-    assert remote.without_password(text) == "from ftp://host/x and s3://bucket/a@b to https://host"
-    with pytest.raises(OSError) as caught:
-        files.newest("ftp://me:doNotSayThis@127.0.0.1:1/x")
-    assert "127.0.0.1" in str(caught.value) and "doNotSayThis" not in str(caught.value)
+def test_a_url_with_a_password_is_refused_and_not_repeated(files):
+    for call in (files.newest, files.make_folder, remote.download):
+        with pytest.raises(ValueError, match="FSSPEC_FTP_PASSWORD") as caught:
+            call("ftp://me:doNotSayThis@127.0.0.1:1/x")
+        assert "doNotSayThis" not in str(caught.value)
+
+
+def test_a_password_comes_from_the_environment(tmp_path):
+    """The program that is run here prints what fsspec's file system for ftp gets."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from fsspec.implementations import ftp\n"
+        "ftp.FTPFileSystem.__init__ = lambda self, *a, **k: (print(a, k), sys.exit(0))\n"
+        "import remote; remote.download('ftp://me@host/x')\n"
+    )
+    folder = str(Path(remote.__file__).parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, folder],
+        env={**os.environ, "FSSPEC_FTP_PASSWORD": "secret"},
+        capture_output=True,
+        text=True,
+    )
+    assert "'password': 'secret'" in ran.stdout and "'username': 'me'" in ran.stdout, ran
 
 
 # ------------------------------------------------------------------------- faults of the storage
@@ -586,7 +603,7 @@ def test_a_server_that_does_not_answer_at_the_start_is_one_line(s3, folder, flag
     assert not listed(folder)
 
 
-def test_a_password_in_a_url_is_not_shown(text, tmp_path):
+def test_a_password_in_a_url_is_refused_and_not_shown(text, tmp_path):
     for flag in ("--out", "--data"):
         ran = run(
             *TINY,
@@ -597,5 +614,5 @@ def test_a_password_in_a_url_is_not_shown(text, tmp_path):
             flag,
             "ftp://me:doNotSayThis@127.0.0.1:1/x",
         )
-        assert ran.code == 2 and ran.err.count("\n") == 1 and "127.0.0.1" in ran.err, ran
+        assert ran.code == 2 and ran.err.count("\n") == 1 and "FSSPEC_FTP" in ran.err, ran
         assert "doNotSayThis" not in ran.err + ran.out

@@ -54,25 +54,32 @@ USES = {
         assert "".join(tokenizer.decode([3], "tokenizer", text)) == "a"
     """,
     "sharded": """
-        import functools, glob, torch, torch.distributed as dist
+        import torch, torch.distributed as dist
         import ckpt
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = torch.nn.Linear(2, 3)
-        sharded.save(".", model, [], sharded.group(".", 9.0), 4, None, 1, ckpt, step=4)()
-        (path,) = glob.glob("step-*")
-        assert sharded.verify_shards(path, 0, 1, ckpt.sha256) == ""
-        state = sharded.load(path, functools.partial(torch.load, weights_only=True), ckpt.sha256)
+        files = sharded.storage(ckpt, torch.load, write_sharded=True)
+        files.check_shared_folder(".")
+        files.save_and_prune(".", files.snapshot(model, [], step=4), 4, None, 1)
+        files.restore_(files.newest(".")[0].state, other := torch.nn.Linear(2, 3), [])
+        state = sharded.storage(ckpt, torch.load, write_sharded=False).newest(".")[0].state
         assert state["step"] == 4 and torch.equal(state["model"]["weight"], model.weight)
+        assert torch.equal(other.weight, model.weight)
     """,
     "exchange": """
         import torch
-        weights = {"embedding.weight": torch.ones(5, 4), "blocks.0.qkv.weight": torch.ones(12, 4)}
-        config = dict(arch="any", vocab=5, block_size=7, layers=1, heads=2, embd=4)
-        vocabulary = {"kind": "char", "chars": "abcde"}
-        exchange.write(exchange.Model(config, vocabulary, weights), "safetensors", "a")
-        found = exchange.read("a", None)
-        assert found.config == config
-        assert torch.equal(found.weights["embedding.weight"], weights["embedding.weight"])
+        weights = {name: torch.ones(12, 4) for name in exchange.gpt2_names(layers=1).values()}
+        torch.save({"model": weights, "model_args": {"n_head": 2}}, "ckpt.pt")
+        found = exchange.read("ckpt.pt", torch.load)
+        sizes = dict(vocab=12, block_size=12, layers=1, heads=2, embd=4)
+        assert found.config == {"arch": "gpt2", **sizes}
+        assert torch.equal(found.weights["blocks.0.qkv.weight"], torch.ones(12, 4))
+    """,
+    "export": """
+        import safetensors.torch, torch
+        model = ({"arch": "any"}, {"kind": "ids", "chars": ""}, {"w": torch.ones(3)})
+        export.write(model, "safetensors", "a", None, None)
+        assert safetensors.torch.load_file("a")["w"].tolist() == [1, 1, 1]
     """,
 }
 EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
