@@ -2,7 +2,7 @@
 
     state = snapshot(model, optimizers, step=400)               # on every rank
     if rank == 0:
-        save_and_prune("out", state, step=400, loss=1.88, keep=3)
+        save("out", state, step=400, loss=1.88, keep=3)
 
     found = newest("out")[0] if rank == 0 else None
     restore_(found.state if found else {}, model, optimizers)   # on every rank
@@ -23,8 +23,9 @@ A checkpoint name without ".pt" is the name of a folder: a sharded checkpoint, w
 extras/sharded.py writes, reads and deletes. This module only lists it and can set it aside.
 
 Every rank must call snapshot() and restore_(). All other functions are for one process, usually
-rank 0, and may run in a thread. Folders are local paths; for URLs see extras/remote.py. Functions
-that use files raise OSError if the file system fails.
+rank 0. They may run in a thread: ThreadPoolExecutor(1).submit(save, ...) saves during training.
+Folders are local paths; for URLs see extras/remote.py. Functions that use files raise OSError if
+the file system fails.
 """
 
 import copy
@@ -37,7 +38,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -201,13 +201,15 @@ def _kind(value: Any) -> str:
 # ----------------------------------------------------------------------------------- state <-> file
 
 
-def save(folder: str, state: State, step: int, loss: float | None = None) -> Entry:
+def save(
+    folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
+) -> Entry:
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
     state: what snapshot() returned on rank 0; it is only read. loss: the validation loss, which
-    becomes part of the name. The folder is created if needed. ValueError if load() would refuse the
-    file, for example because the model has NaN. After an error the checkpoints that existed before
-    are untouched, and no temporary file is left.
+    becomes part of the name. keep: if given, prune(folder, keep) follows. The folder is created if
+    needed. ValueError if load() would refuse the file, for example because the model has NaN. After
+    an error the checkpoints that existed before are untouched, and no temporary file is left.
     """
     _check_state(state)
     make_folder(folder)
@@ -220,6 +222,8 @@ def save(folder: str, state: State, step: int, loss: float | None = None) -> Ent
         _read_state(file.name, "meta")  # checks the types and skips the numbers
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
+    if keep is not None:
+        prune(folder, keep)
     return entry
 
 
@@ -333,13 +337,6 @@ def prune(folder: str, keep: int) -> None:
         remove(folder, entry.name)
 
 
-def save_and_prune(folder: str, state: State, step: int, loss: float | None, keep: int) -> Entry:
-    """Call save(), and prune() once the new checkpoint is durable."""
-    entry = save(folder, state, step, loss)
-    prune(folder, keep)
-    return entry
-
-
 def remove(folder: str, name: str) -> None:
     """Delete the file of a checkpoint. A missing file is no error."""
     Path(folder, name).unlink(missing_ok=True)
@@ -384,15 +381,6 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
         if path.is_file():
             path.unlink()
     return file
-
-
-def run_in_background(function: Callable[..., Any], *args: Any) -> "Future[Any]":
-    """Start function(*args) in a new thread, which ends after that call.
-
-    result() of the returned future waits for the call, and returns its result or raises its error.
-    Python waits for the thread at exit (not with os._exit). Two calls run at the same time.
-    """
-    return ThreadPoolExecutor(1).submit(function, *args)
 
 
 # --------------------------------------------------------------------------------------- text files

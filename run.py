@@ -30,7 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from datetime import timedelta
@@ -82,7 +82,6 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 HOW_TO_CONTINUE = "To continue, give a higher --epochs or --steps; to start over, --fresh."
-HOW_TO_SAMPLE = "To print text from the model: run.py sample"
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
 JOB_NAMES = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"  # variables with the launcher's name of a job
 CLEAR_LINE = "\033[G\033[K"  # click removes it where the output is not a terminal
@@ -93,6 +92,7 @@ CLEAR_LINE = "\033[G\033[K"  # click removes it where the output is not a termin
 COUNT, FROM_ZERO = click.IntRange(1), click.IntRange(0)
 POSITIVE, FACTOR = click.FloatRange(0, min_open=True), click.FloatRange(0)
 FRACTION, SEED = click.FloatRange(0, 1, max_open=True), click.IntRange(0, 2**63 - 1)
+PATH, DEVICES = click.Path(), ["auto", "cpu", "cuda", "mps"]
 
 
 def option(default: T, help: str, type: object = None, **more: object) -> T:
@@ -109,17 +109,11 @@ def option(default: T, help: str, type: object = None, **more: object) -> T:
 class Flags:
     """The flags of a training run. For each: its default value, its help text, its type."""
 
-    data: str | None = option(
-        None, "Text, .bin (uint16) or .npy tokens: a file, a glob or a URL.", metavar="PATH"
-    )
+    data: str | None = option(None, "Text, or tokens (.bin, .npy): a file, a glob or a URL.", PATH)
     vocab: int | None = option(
-        None,
-        "Vocabulary size for token files.  [default: from the highest id]",
-        click.IntRange(1, 2**32),
+        None, "Vocabulary size for token files.  [default: from the highest id]", COUNT
     )
-    tokenizer: str = option(
-        "char", "How text becomes tokens; FILE is a tokenizer.json.", metavar="char|byte|FILE"
-    )
+    tokenizer: str = option("char", "How text becomes tokens.", metavar="char|byte|TOKENIZER.json")
     val_fraction: float = option(0.1, "Fraction of the data, at its end, for validation.", FRACTION)
     block_size: int = option(128, "Context length in tokens.", COUNT)
     batch_size: int = option(16, "Sequences per optimizer step, summed over all ranks.", COUNT)
@@ -130,23 +124,17 @@ class Flags:
     embd: int = option(128, "Width of the model.", COUNT)
     dropout: float = option(0.0, "Dropout probability.", FRACTION)
     init_from: str | None = option(
-        None, "Start with the model of another run, of Hugging Face or of nanoGPT.", metavar="PATH"
+        None, "Model to start with: of a run, Hugging Face, nanoGPT.", PATH
     )
     epochs: int = option(1, "Passes over the training data.", COUNT)
-    steps: int | None = option(
-        None, "Most optimizer steps; --epochs can end the run earlier.", COUNT
-    )
+    steps: int | None = option(None, "Most steps; --epochs can end the run earlier.", COUNT)
     optimizer: str = option(
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
-    min_lr: float = option(
-        0.0, "Learning rate that the linear decay approaches at the end.", FACTOR
-    )
+    min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", FACTOR)
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
-    weight_decay: float = option(
-        0.1, "Weight decay of all parameters except biases and norms.", FACTOR
-    )
+    weight_decay: float = option(0.1, "Weight decay, except for biases and norms.", FACTOR)
     clip: float = option(1.0, "Largest gradient norm; 0 means no clipping.", FACTOR)
     accum: int = option(1, "Micro-batches per step on each rank; more need less memory.", COUNT)
     spawn: int | None = option(
@@ -160,7 +148,7 @@ class Flags:
     strategy: str = option(
         "ddp", "zero and fsdp divide the model's state over the ranks.", ["ddp", "zero", "fsdp"]
     )
-    device: str = option("auto", "Device to train on.", metavar="auto|cpu|cuda|mps")
+    device: str = option("auto", "Device to train on.", DEVICES)
     dtype: str = option(
         "auto",
         "Type of the computation; weights stay float32. auto: bfloat16 if the hardware has it.",
@@ -173,22 +161,18 @@ class Flags:
         is_flag=True,
     )
     checkpoint_activations: bool = option(
-        False, "Compute each block again in the backward pass, to save memory."
+        False, "Compute blocks again in the backward pass: less memory."
     )
     compress: str = option("none", "Send gradients as bfloat16: half the bytes.", ["none", "bf16"])
     timeout: float = option(600.0, "Seconds to wait for another rank, or for a save.", POSITIVE)
-    out: str = option("out", "Folder or URL for checkpoints and metrics.", metavar="FOLDER")
-    fresh: bool = option(
-        False, "Delete the checkpoints in --out and start again. A restart by the launcher resumes."
-    )
+    out: str = option("out", "Folder or URL for checkpoints and metrics.", PATH)
+    fresh: bool = option(False, "Delete the checkpoints in --out at the first start of a job.")
     eval_every: int = option(100, "Steps between evaluations.", COUNT)
-    eval_tokens: int = option(
-        131072, "Validation tokens that an evaluation uses; 0 means all.", FROM_ZERO
-    )
+    eval_tokens: int = option(131072, "Validation tokens in an evaluation; 0 means all.", FROM_ZERO)
     save_every: int = option(100, "Steps between checkpoints.", COUNT)
     log_every: int = option(10, "Steps between lines of metrics.", COUNT)
     checkpoint: str = option(
-        "whole", "sharded: every rank writes its shard of a checkpoint.", ["whole", "sharded"]
+        "whole", "sharded: each rank writes its part of a checkpoint.", ["whole", "sharded"]
     )
     keep: int = option(3, "Newest checkpoints to keep, besides the best one.", COUNT)
     tensorboard: bool = option(False, "Also write the metrics for TensorBoard.")
@@ -320,9 +304,11 @@ def train(flags: Flags, given: set[str]) -> int:
                 storage.check_shared_folder(flags.out)
 
         log = partial(append_metrics, storage, flags.out, seconds - PROCESS_START)
-        # The thread of the last save, and when it should have ended. At first: one that has ended.
-        writing, saved_step = (ckpt.run_in_background(bool), 0.0), start_step
-        collect_garbage_again()
+        # The last save, and when it should have ended. At first, a call that does nothing.
+        pool = ThreadPoolExecutor(1)
+        writing, saved_step = (pool.submit(bool), 0.0), start_step
+        gc.freeze()  # garbage collection starts now, and leaves out the objects that exist
+        gc.enable()
         logged, logged_at = start_step, time.perf_counter()  # without evaluations and saves
         try:
             for step, report in training:
@@ -367,8 +353,8 @@ def train(flags: Flags, given: set[str]) -> int:
                     state = storage.snapshot(replica, optimizers, **changing, **constants)
                     if first or sharded:
                         args = flags.out, state, step, val_loss, flags.keep
-                        thread = ckpt.run_in_background(storage.save_and_prune, *args)
-                        writing, saved_step = (thread, time.monotonic() + flags.timeout), step
+                        save = pool.submit(partial(storage.save, *args))
+                        writing, saved_step = (save, time.monotonic() + flags.timeout), step
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
@@ -384,7 +370,7 @@ def train(flags: Flags, given: set[str]) -> int:
     if first and stopped:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
     elif first:
-        say(f"Done: {total} steps; see {flags.out}. {HOW_TO_SAMPLE}")
+        say(f"Done: {total} steps; see {flags.out}. To print text from the model: run.py sample")
     return FAILED if failed else STOPPED if stopped else DONE
 
 
@@ -558,7 +544,7 @@ def prepare_folder(
     return lock, seconds
 
 
-def wait_for_save(writing: Future[object], deadline: float) -> bool:
+def wait_for_save(writing: Future[Any], deadline: float) -> bool:
     """Wait until a save has ended, or until time.monotonic() is `deadline`. Warn if it failed.
 
     Return whether it has ended. If it failed, the next save tries again.
@@ -672,8 +658,8 @@ def load_model(out: str, device: torch.device) -> tuple[gpt.GPT, State]:
     return model.to(device).eval(), state
 
 
-OUT = click.option("--out", default="out", metavar="FOLDER", help="Folder or URL of checkpoints.")
-DEVICE = click.option("--device", default="auto", metavar="auto|cpu|cuda|mps", help="Device.")
+OUT = click.option("--out", default="out", type=PATH, help="Folder or URL of checkpoints.")
+DEVICE = click.option("--device", default="auto", type=click.Choice(DEVICES), help="Device.")
 
 
 @click.command
@@ -707,7 +693,6 @@ def sample(
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
         torch.seed() if seed is None else torch.manual_seed(seed)
-    collect_garbage_again()
     generated = gpt.sample(model, torch.tensor(ids), **settings)
     tokens = chain(ids, islice(generated, max_new_tokens))
     for text in codec.decode(tokens, kind, chars):  # each character when it is complete
@@ -718,7 +703,7 @@ def sample(
 @click.command("eval")
 @OUT
 @DEVICE
-@click.option("--data", metavar="PATH", help="As in training.  [default: its validation data]")
+@click.option("--data", type=PATH, help="As in training.  [default: its validation data]")
 def evaluate(out: str, device: str, data: str | None) -> None:
     """Print the exact mean loss of the newest checkpoint over all tokens of a text but the first.
 
@@ -741,7 +726,6 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         plan = chardata.BatchPlan(tokens, flags.block_size, batch_size, vocab=corpus.vocab)
         first = world.rank == 0
         windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-        collect_garbage_again()
         batches, dtype = show_progress(windows, first), getattr(torch, flags.dtype)
         loss = loop.evaluate(model, batches, gpt.loss, dtype) or 0.0
         chardata.verify_unchanged(corpus)
@@ -826,7 +810,7 @@ def main(command: Callable[..., int], *args: object) -> None:
     Errors about values, files and packages, and lost ranks, become one line; others get a
     traceback.
     """
-    gc.disable()  # until the first step: imports make no garbage, and looking for it takes 0.5 s
+    gc.disable()  # until training starts: imports make no garbage, and looking for it takes 0.5 s
     faulthandler.enable()  # prints where a fatal signal came, as SIGBUS when a mapped file is cut
     code = FAILED
     try:
@@ -856,12 +840,6 @@ def main(command: Callable[..., int], *args: object) -> None:
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
-
-
-def collect_garbage_again() -> None:
-    """Turn garbage collection on again; it leaves out the objects that exist now."""
-    gc.freeze()
-    gc.enable()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     import ckpt                                  # the core module, whose functions are used here
     files = storage(ckpt)                        # the functions of ckpt, for URLs
-    files.save_and_prune("s3://bucket/out", state, step=400, loss=1.88, keep=3)
+    files.save("s3://bucket/out", state, step=400, loss=1.88, keep=3)
     found, rejected = files.newest("s3://bucket/out")
 
     paths = download("s3://bucket/data/*.txt")   # local copies
@@ -49,7 +49,6 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
     texts: Texts = {}
     functions |= {
         "save": partial(_save, ckpt, texts),
-        "save_and_prune": partial(_save_and_prune, ckpt, texts),
         "load": partial(_load, ckpt),
         "newest": partial(_newest, ckpt),
         "list_checkpoints": partial(_list_checkpoints, ckpt),
@@ -69,7 +68,13 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
 
 
 def _save(
-    ckpt: ModuleType, texts: Texts, url: str, state: dict[str, Any], step: int, loss: Any = None
+    ckpt: ModuleType,
+    texts: Texts,
+    url: str,
+    state: dict[str, Any],
+    step: int,
+    loss: float | None = None,
+    keep: int | None = None,
 ) -> Any:
     """Write a checkpoint to a temporary local folder and upload it, after the texts.
 
@@ -87,20 +92,8 @@ def _save(
                 with suppress(Exception):  # there may be no file, or no connection
                     fs.rm_file(f"{path}/{entry.name}")
                 raise
-    return entry
-
-
-def _save_and_prune(
-    ckpt: ModuleType,
-    texts: Texts,
-    url: str,
-    state: dict[str, Any],
-    step: int,
-    loss: float | None,
-    keep: int,
-) -> Any:
-    entry = _save(ckpt, texts, url, state, step, loss)
-    _prune(ckpt, url, keep)
+    if keep is not None:
+        _prune(ckpt, url, keep)
     return entry
 
 

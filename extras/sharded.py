@@ -3,7 +3,7 @@
     files = storage(ckpt, reader.read, write_sharded=True)      # every rank; ckpt: the module
     files.check_shared_folder("out")                            # every rank
     state = files.snapshot(model, optimizers, step=400)         # every rank
-    files.save_and_prune("out", state, 400, loss, keep)         # every rank, also in a thread
+    files.save("out", state, 400, loss, keep)                   # every rank, also in a thread
 
     found = files.newest("out")[0] if rank == 0 else None
     files.restore_(found.state if found else {}, model, optimizers)     # every rank
@@ -53,10 +53,11 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
     """Return the functions of the module ckpt.py, for a folder that can have sharded checkpoints.
 
     read: that of extras/reader.py, which is safe for files of other people. With write_sharded,
-    every rank must call this, `snapshot`, `save` and `save_and_prune`, and the latter two write
-    sharded checkpoints. `load` and `newest` then verify a sharded checkpoint, but leave it to
-    `restore_` to read the tensors; until then these are on the device "meta".
+    every rank must call this, `snapshot` and `save`, which writes a sharded checkpoint. `load` and
+    `newest` then verify a sharded checkpoint, but leave it to `restore_` to read the tensors; until
+    then these are on the device "meta".
     """
+    save_one = ckpt.save
     load_any = partial(load, ckpt, None if write_sharded else read)
     functions = vars(ckpt) | {
         "load": load_any,
@@ -69,15 +70,18 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
     }
     if write_sharded:
         group = dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
-        functions |= {"snapshot": snapshot, "save": partial(write, ckpt, group)}
+        save_one = partial(write, ckpt, group)
+        functions["snapshot"] = snapshot
 
-    def save_and_prune(folder: str, state: State, step: int, loss: float | None, keep: int) -> Any:
-        entry = functions["save"](folder, state, step, loss)
-        if entry:  # sharded: on rank 0
+    def save(
+        folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
+    ) -> Any:
+        entry = save_one(folder, state, step, loss)
+        if entry and keep is not None:  # with shards, only rank 0 has the entry
             prune(ckpt, folder, keep)
         return entry
 
-    return SimpleNamespace(**functions | {"save_and_prune": save_and_prune})
+    return SimpleNamespace(**functions | {"save": save})
 
 
 # --------------------------------------------------------------------------------------- the folder

@@ -409,6 +409,15 @@ def test_a_split_is_by_position_and_loses_nothing(lengths, fraction):
     assert all(any(np.shares_memory(array, a) for a in arrays) for array in (*before, *after))
 
 
+@pytest.mark.parametrize("max_val, expected", [(0, 31), (1, 2), (7, 8), (30, 31), (99, 31)])
+@pytest.mark.parametrize("lengths", [[103], [70, 5, 28]])
+def test_a_split_can_keep_only_the_first_validation_tokens(lengths, max_val, expected):
+    arrays = cut(np.arange(103, dtype=np.uint32), lengths)
+    before, after = chardata.split(arrays, 0.3, max_val)
+    assert [token for array in before for token in array] == list(range(72))
+    assert [token for array in after for token in array] == list(range(72, 72 + expected))
+
+
 # ------------------------------------------------------------------------------------ ids too high
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -789,9 +790,9 @@ def test_prune_keeps_the_last_and_the_best(folder, keep, losses, left):
     assert others < set(names(folder))
 
 
-def test_save_and_prune_does_both(folder):
+def test_save_does_both(folder):
     for step in range(4):
-        last = ckpt.save_and_prune(folder, some_state(step), step, None, 2)
+        last = ckpt.save(folder, some_state(step), step, None, 2)
     assert [entry.step for entry in ckpt.list_checkpoints(folder)] == [2, 3]
     assert ckpt.list_checkpoints(folder)[-1] == last
 
@@ -802,7 +803,7 @@ def test_two_jobs_on_one_folder_do_not_delete_the_temporary_files_of_each_other(
         import sys, torch, ckpt
         for step in range(int(sys.argv[2]), 60, 2):
             state = {"model": {"w": torch.full((300_000,), float(step))}}
-            ckpt.save_and_prune(sys.argv[1], state, step, None, 1000)
+            ckpt.save(sys.argv[1], state, step, None, 1000)
     """
     jobs = [
         subprocess.Popen(
@@ -820,7 +821,7 @@ def test_prune_keeps_the_temporary_file_of_another_job(folder):
     with ckpt._temporary_file(folder) as file:
         file.write(b"half")
         file.flush()
-        ckpt.save_and_prune(folder, some_state(2), 2, None, 1)
+        ckpt.save(folder, some_state(2), 2, None, 1)
         assert Path(file.name).read_bytes() == b"half"
 
 
@@ -897,19 +898,6 @@ def test_a_url_and_an_empty_name_are_refused_and_nothing_is_made(name, tmp_path,
     assert os.listdir(tmp_path) == []
 
 
-def test_in_the_background_another_thread_works_and_the_result_waits(folder):
-    future = ckpt.run_in_background(ckpt.save_and_prune, folder, some_state(1), 1, None, 1)
-    assert [future.result()] == ckpt.list_checkpoints(folder)
-    assert ckpt.run_in_background(threading.get_ident).result() != threading.get_ident()
-
-
-def test_in_the_background_an_error_waits_for_the_result(tmp_path):
-    (tmp_path / "out").touch()
-    future = ckpt.run_in_background(ckpt.save, str(tmp_path / "out"), some_state(), 1)
-    with pytest.raises(OSError):
-        future.result()
-
-
 def test_a_new_folder_is_made_durable_from_the_top(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(ckpt, "fsync_folder", synced.append)
@@ -951,7 +939,7 @@ def test_a_reader_never_sees_half_a_text(folder):
     texts = {c * 300_000 for c in "ab"}
     ckpt.write_text(folder, "a.txt", "a" * 300_000)
     seen, end = set(), time.monotonic() + 1
-    writing = ckpt.run_in_background(
+    writing = ThreadPoolExecutor(1).submit(
         lambda: [ckpt.write_text(folder, "a.txt", t) for _ in range(20) for t in sorted(texts)]
     )
     while not writing.done() or time.monotonic() < end:

@@ -47,6 +47,7 @@ from conftest import (
     warm_server,
 )
 
+import chardata
 import ckpt
 import gpt
 import run as program_module
@@ -545,6 +546,98 @@ def test_eval_computes_in_the_dtype_of_the_training(done):
     assert ran.out.startswith(f"loss {evaluations(out)[30]:.4f} nats per token")
 
 
+@pytest.mark.parametrize("launch", [PYTHON, torchrun(3)], ids=["alone", "torchrun 3"])
+def test_an_evaluation_of_the_first_tokens_is_exact(text, tmp_path, launch):
+    flags = ["--data", text, "--steps", 12, "--eval-every", 6, "--eval-tokens", 100]
+    ran = run(*TINY, *flags, "--out", tmp_path, launcher=launch)
+    assert ran.code == 0 and ran.out.count(" over 100 tokens\n") == 2, ran
+
+    corpus = chardata.read([str(text)], "char")
+    ids = np.concatenate(chardata.split(corpus.tokens, 0.1)[1])[:101].astype("int64")
+    saved = state(tmp_path)
+    model = gpt.build(program_module.model_config(saved["config"]), seed=0).eval()
+    model.load_state_dict(saved["model"])
+    total = 0.0
+    for start in range(0, 100, 16):  # windows of --block-size, the last one is shorter
+        row = torch.from_numpy(ids[start : min(start + 16, 100) + 1])[None]
+        total += gpt.loss(model, (row[:, :-1], row[:, 1:]))[0].item()
+    assert evaluations(tmp_path)[12] == pytest.approx(total / 100, rel=1e-5)
+
+    changed = run("--out", tmp_path, "--eval-tokens", 200)
+    assert_one_line(changed, "--eval-tokens 200 contradicts", "--eval-tokens 100")
+    more = run("--out", tmp_path, "--steps", 14, "--log-every", 1)
+    assert more.code == 0 and " over 100 tokens\n" in more.out, more
+    whole = run("eval", "--out", tmp_path)
+    assert whole.code == 0 and ", over 538 tokens" in whole.out, whole
+
+
+# --- storage that does not answer ---
+
+SAVE_THAT_HANGS = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import ckpt, run
+
+save = ckpt.save
+
+def hang(folder, state, step, *more):
+    if step > 5:
+        time.sleep(1000)
+    return save(folder, state, step, *more)
+
+ckpt.save = hang
+run.main(run.command_line)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_that_never_returns_does_not_hold_the_run(text, tmp_path, ranks):
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(SAVE_THAT_HANGS)
+    launcher = [sys.executable, str(program)] if ranks == 1 else [*torchrun(2)[:-1], str(program)]
+    flags = ["--steps", 30, "--save-every", 5, "--log-every", 1, "--timeout", 4]
+    ran = run(*TINY, "--data", text, *flags, "--out", out, launcher=launcher)
+    assert ran.code == 1 and "Traceback" not in ran.out, ran
+    assert ran.err.count("Warning: a save takes longer than --timeout; training continues") == 1
+    assert [step for step, _ in losses(out)] == list(range(1, 31))  # the training itself ended
+    assert state(out)["step"] == 5 and len(checkpoints(out)) == 1
+
+
+# --- a launcher that starts the ranks again ---
+
+
+def test_fresh_deletes_only_at_the_first_start_of_a_job(text, tmp_path):
+    job = ["--data", text, "--steps", 40, "--save-every", 10, "--log-every", 1]
+    job += ["--out", tmp_path, "--fresh"]
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        slurm = name == "SLURM_JOB_ID"
+        with Program(*TINY, *job, env={name: "7"}) as program:
+            program.read_to("step 25/")
+            program.process.kill()
+        assert [path.name[:13] for path in checkpoints(tmp_path)] == [
+            "step-00000010",
+            "step-00000020",
+        ]
+        restarted = {name: "7", **({"SLURM_RESTART_COUNT": "1"} if slurm else {})}
+        ran = run(*TINY, *job, env=restarted)
+        assert ran.code == 0 and ran.out.startswith("step 21/40 "), ran
+        assert ran.err.count("--fresh is ignored") == 1 and ran.err.count("\n") == 1, ran
+    for env in ({}, {"TORCHELASTIC_RUN_ID": "8"}, {"SLURM_JOB_ID": "7"}):  # another job
+        ran = run(*TINY, *job, env=env)
+        assert ran.code == 0 and ran.out.startswith("step 1/40 ") and ran.err == "", ran
+
+
+def test_torchrun_restarts_a_fresh_run_from_its_newest_checkpoint(text, tmp_path):
+    launcher = torchrun(2, "--max-restarts", "1")
+    job = ["--data", text, "--steps", 40, "--save-every", 10, "--log-every", 1, "--fresh"]
+    with Program(*TINY, *job, "--out", tmp_path, launcher=launcher) as program:
+        program.read_to("step 25/")
+        os.kill(program.family("\0RANK=1\0")[0], signal.SIGKILL)
+        ran = program.finish()
+    assert ran.code == 0 and ran.out.count("step 1/40 ") == 1, ran
+    assert [step for step, _ in losses(tmp_path)] == list(range(1, 41))
+
+
 # --- output ---
 
 
@@ -612,6 +705,7 @@ def test_on_a_terminal_evaluations_and_warnings_stay_and_the_lines_of_steps_are_
     rows.remove(warning)
     assert re.fullmatch(r"step 50  validation loss \d\.\d{4} over \d+ tokens", rows[0])
     assert re.fullmatch(r"step 100  validation loss \d\.\d{4} over \d+ tokens", rows[1])
+    assert b"evaluation: batch 1" in heard
     assert rows[2].startswith("Done: 100 steps") and rows[-1].endswith("run.py sample")
 
 

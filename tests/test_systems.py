@@ -273,7 +273,7 @@ def char_text(folder: str, text: str, dies_at: str = "never") -> None:
             if step % (SAVE_EVERY * per_epoch) == 0:
                 state = ckpt.snapshot(model, optimizers, step=step)
                 if world.rank == 0:
-                    ckpt.save_and_prune(folder, state, step, loss=None, keep=2)
+                    ckpt.save(folder, state, step, loss=None, keep=2)
             if step == EPOCHS * per_epoch:
                 break
 

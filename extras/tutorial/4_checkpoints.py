@@ -60,7 +60,7 @@ def main(world, stop):
             if report.stop or step % steps_per_epoch == 0:
                 state = ckpt.snapshot(replica, [opt])
                 if world.rank == 0:
-                    ckpt.save_and_prune("out", state, step, None, keep=3)
+                    ckpt.save("out", state, step, keep=3)
             if report.stop:
                 return
         mine = range(world.rank, len(test), world.size)

@@ -111,7 +111,7 @@ def test_storage_has_functions_with_the_names_and_arguments_of_ckpt(files, url):
     assert files.list_checkpoints(url) == [] and files.newest(url) == (None, [])
     files.make_folder(url)
     assert files.lock(url) is None
-    entry = files.save_and_prune(url, some_state(3), 3, 1.5, 2)
+    entry = files.save(url, some_state(3), 3, 1.5, 2)
     assert files.list_checkpoints(url) == [entry] and entry.loss == 1.5 and entry.step == 3
     assert same(files.load(url, entry), some_state(3))
     assert same(files.newest(url)[0].state, some_state(3)) and files.newest(url)[1] == []
@@ -246,7 +246,7 @@ def test_lines_are_uploaded_with_the_next_save_or_write(files, url):
     files.append_text(url, "a.txt", "c\n")
     files.write_text(url, "other.txt", "other\n")
     assert listed(url)["a.txt"] == "ä\nb\n".encode() and listed(url)["other.txt"] == b"other\n"
-    files.save_and_prune(url, STATE, 2, None, 1)
+    files.save(url, STATE, 2, None, 1)
     assert listed(url)["a.txt"] == "ä\nb\nc\n".encode()
 
 

@@ -60,7 +60,7 @@ USES = {
         model = torch.nn.Linear(2, 3)
         files = sharded.storage(ckpt, torch.load, write_sharded=True)
         files.check_shared_folder(".")
-        files.save_and_prune(".", files.snapshot(model, [], step=4), 4, None, 1)
+        files.save(".", files.snapshot(model, [], step=4), 4, None, 1)
         files.restore_(files.newest(".")[0].state, other := torch.nn.Linear(2, 3), [])
         state = sharded.storage(ckpt, torch.load, write_sharded=False).newest(".")[0].state
         assert state["step"] == 4 and torch.equal(state["model"]["weight"], model.weight)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
@@ -237,7 +238,7 @@ def record_saves(number: int, folder: Path) -> tuple[list[tuple], str]:
         for state in states:
             os.write(marks, b"save begins")
             loss = chance.random() if has_loss else None
-            ckpt.save_and_prune(out, state, state["step"], loss, keep)
+            ckpt.save(out, state, state["step"], loss, keep)
             os.write(marks, b"save ends")
 
     return record(saves, folder), out
@@ -329,7 +330,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trials, tmp_pa
             cases[number](paths[0], other)
             with pytest.raises(ValueError, match=f"no checkpoint can be used; {entries[1].name}: "):
                 ckpt.newest(folder)
-            ckpt.save_and_prune(folder, make_state(3), 3, None, 1)  # the damage does not disturb
+            ckpt.save(folder, make_state(3), 3, None, 1)  # the damage does not disturb
             assert ckpt.newest(folder)[0].state["step"] == 3
             assert len(ckpt.list_checkpoints(folder)) == 1
             if number == list(REPLACED).index("a folder"):  # it is not ours, and so not deleted
@@ -702,7 +703,7 @@ def test_many_saves_take_no_more_resources_and_keep_the_right_checkpoints(
         for step in range(saves):
             loss = chance.choice([None, round(chance.uniform(1, 9), 2)])
             arguments = f"{tmp_path}", make_state(step), step, loss, 3
-            kept.append(ckpt.run_in_background(ckpt.save_and_prune, *arguments).result())
+            kept.append(ThreadPoolExecutor(1).submit(ckpt.save, *arguments).result())
             with_loss = [entry for entry in kept if entry.loss is not None]
             best = min(with_loss, key=lambda e: (e.loss, -e.step), default=kept[-1])
             kept = [entry for entry in kept if entry in kept[-3:] or entry == best]
