@@ -170,9 +170,11 @@ def _map_file(name: str) -> np.ndarray:
         return array
     if name.endswith(".bin"):
         dtype = "u2"
+        # resize: three numbers, also if the file has fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
         # llm.c's header is 256 int32: this number, the version, the number of tokens, then zeros.
-        # Without a header, the first uint16 would be 55432, which is not an id of GPT-2.
+        # A file without a header does not begin with this number by accident: its first uint16
+        # would be 55432, which is not an id of GPT-2.
         if magic == 20240520:
             start = 1024
         else:
@@ -212,13 +214,13 @@ def default_text() -> str:
 
 
 def digest(tokens: Tokens, chars: str = "") -> str:
-    """Return a hash, as 32 hex digits, to recognise other data. Large arrays are only sampled.
+    """Return a hash, as 32 hex digits, by which a run notices that it gets other data than before.
 
-    The hash depends on `chars`, on the type and the length of each array, and on the content. Of an
-    array longer than 16 blocks, only 16 blocks are read, evenly spaced from the first byte to the
-    last, so that large files take little time. A change between these blocks is not noticed. A
+    The hash depends on `chars`, on the type and the length of each array, and on the content. A
     block is 1 MiB; if all arrays together are larger than 256 MiB, it is 16 MiB / len(tokens),
-    limited to 4 KiB ... 1 MiB.
+    limited to 4 KiB ... 1 MiB. Of an array longer than 16 blocks, only 16 blocks are read, evenly
+    spaced from the first byte to the last, so that large files take little time. A change between
+    these blocks is not noticed.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -249,7 +251,7 @@ def characters(texts: Sequence[str]) -> str:
 
 
 def _code_points(text: str) -> Iterator[np.ndarray]:
-    for start in range(0, len(text) + 1, MIB):
+    for start in range(0, len(text) + 1, MIB):  # + 1: an empty text gives one empty array
         yield np.frombuffer(text[start : start + MIB].encode("utf-32-le"), np.uint32)
 
 
@@ -317,7 +319,7 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The windows lie end to end. About one window fewer than would fit is used, so that each epoch
+    The windows lie end to end. Up to one window fewer than would fit is used, so that each epoch
     can begin at another position (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
@@ -350,9 +352,11 @@ def steps(
     it. On a rank without windows in this step, `count` is 0 (see below).
 
     The ranks divide the windows of a global batch in order, as evenly as possible. A rank divides
-    its windows into min(accum, number of its windows) micro-batches, as evenly as possible. The
-    global batch does not depend on `rank`, `world_size`, `accum` or `start`, so a run can resume
-    with other values of these. Each rank calls this with its own `rank`; nothing is communicated.
+    its windows into min(accum, number of its windows) micro-batches, as evenly as possible. So two
+    ranks can have different numbers of micro-batches: synchronise gradients once per step, not once
+    per micro-batch. The global batch does not depend on `rank`, `world_size`, `accum` or `start`,
+    so a run can resume with other values of these. Each rank calls this with its own `rank`;
+    nothing is communicated.
 
     If a global batch has fewer windows than there are ranks, some ranks have none. Such a rank gets
     one micro-batch with window 0 of the epoch, and the count 0. The rank must run forward and
@@ -361,8 +365,8 @@ def steps(
 
     The windows of one epoch, for n tokens and W = num_windows(n, T):
 
-    - Window i (0 <= i < W) has the tokens at positions offset + i * T to offset + (i + 1) * T. The
-      *offset* is a hash of (seed, epoch), modulo n - W * T. So the windows of each epoch begin at
+    - Window i (0 <= i < W) has the tokens at positions offset + i * T to offset + (i + 1) * T, both
+      included: T + 1 tokens, of which neighbouring windows share one. The *offset* is a hash of (seed, epoch), modulo n - W * T. So the windows of each epoch begin at
       other positions, and a token is not always at the same position in its window.
     - Place k in the order of the epoch has window permute(k, W, key), where `key` is another hash
       of (seed, epoch). Step s of the epoch takes the places from s * batch_size on.
@@ -381,11 +385,13 @@ def steps(
     epoch_windows = num_windows(n, block_size)
     size = block_size + 1
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
-    # Calls of numpy are slow for few rows, so the windows of several steps are read at once.
-    ahead = MIB // 4 // block_size // (batch_size // world_size or 1) or 1
+    # Calls of numpy are slow for few rows. So this rank's windows of several steps are read at once,
+    # about 2**18 tokens.
+    ahead = (1 << 18) // block_size // (batch_size // world_size or 1) or 1
     while True:
         epoch, first = divmod(start, steps_per_epoch(plan))
-        # All steps of a group have equally many windows. The last step of an epoch can have fewer.
+        # The steps that are read at once, (G, 1). All have equally many windows: the last step of an
+        # epoch, which can have fewer, is read alone.
         group = first + np.arange(min(ahead, epoch_windows // batch_size - first) or 1)[:, None]
         windows = min(batch_size, epoch_windows - first * batch_size)
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
@@ -422,9 +428,11 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     tokens, block_size, batch_size, _, vocab = plan
     last = max(0, num_tokens(tokens) - 1)
     windows, tail = divmod(last, block_size)
+    # Batch k has the targets at positions edges[k] + 1 to edges[k + 1]. The last one is the shorter
+    # window, if there is one. (`or 1` is for data that are shorter than a window.)
     batches = math.ceil(windows / (batch_size * world_size)) * world_size or 1
-    size = math.ceil(windows / batches) * block_size or 1
-    edges = sorted({*range(0, last - tail, size), last - tail, last})
+    targets_per_batch = math.ceil(windows / batches) * block_size or 1
+    edges = sorted({*range(0, last - tail, targets_per_batch), last - tail, last})
     for begin, end in [*pairwise(edges)][rank::world_size]:
         row = _check_ids(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
         width = min(block_size, end - begin)
@@ -464,8 +472,8 @@ def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> n
     """Return this rank's part of range(n) in random order, (k,) int64, for any kind of data set.
 
     n must be at least 1. Over all ranks, each index occurs exactly once, and k differs by at most
-    one between ranks. The array can be the sampler of a torch DataLoader: make a new one for each
-    epoch.
+    one between ranks. The array can be the sampler of a torch DataLoader. For each epoch, call this
+    with the new epoch number and make a new DataLoader.
     """
     return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
 
@@ -491,7 +499,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.ones_like(out, bool)
     while outside.any():
         left, right = divmod(out[outside], b)
-        for i in range(8):
+        for i in range(8):  # change the left digit, then swap the two; the eighth swap restores
             left, right = right, (left + _hash(right, key + i) % a) % a
             a, b = b, a
         out[outside] = left * b + right

@@ -1,17 +1,18 @@
 """Write the state of a training to a durable file and read it back. Any model, any optimizers.
 
-    state = snapshot(model, optimizers, step=400)               # on every rank
+    state = snapshot(model, optimizers, note="anything")        # on every rank
     if rank == 0:
         save("out", state, step=400, loss=1.88, keep=3)
 
     found = newest("out")[0] if rank == 0 else None
     restore_(found.state if found else {}, model, optimizers)   # on every rank
     step = [found.entry.step if found else 0]
-    if torch.distributed.is_initialized():    # restore_ sends the state to all ranks, not the step
+    if torch.distributed.is_initialized():    # restore_ does not tell the other ranks the step
         torch.distributed.broadcast_object_list(step)
 
 If newest() raises on rank 0, the other ranks wait in restore_ until rank 0 ends or the timeout of
-the process group is over. ddp_setup.wait_together raises such an error on all ranks.
+the process group is over. To avoid that, call newest() through wait_together() of ddp_setup.py,
+which raises the error of one rank on all ranks.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
@@ -78,19 +79,20 @@ class Found(NamedTuple):
 
 
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
-    """Return a copy of all state on the CPU: {"model": {...}, "optimizers": [...], **more}.
+    """Return {"model": {...}, "optimizers": [...], **more}, with copies of all state on the CPU.
 
     Every rank must call this. In a process group, ranks other than 0 get empty dicts for the model
-    and the optimizers. On these ranks the result is not a checkpoint; do not save it. The copy
-    shares no memory with the model and the optimizers, so training can continue at once. The
-    values of `more` are not copied. Names are those of the bare model, without the prefixes that
-    DDP and torch.compile add. An optimizer that has not taken a step becomes {}.
+    and the optimizers. On these ranks the result is not a checkpoint; do not save it. The copies
+    share no memory with the model and the optimizers, so training can continue at once. The values
+    of `more` are passed on without a copy: do not change them before save() has ended. Names are
+    those of the bare model, without the prefixes that DDP and torch.compile add. An optimizer that
+    has not taken a step becomes {}.
     """
     dcp = _state_dict_functions()
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
         "model": dcp.get_model_state_dict(model, options=options),
-        "optimizers": [  # {} without state: otherwise torch would make the optimizer take a step
+        "optimizers": [  # torch would make an optimizer without state take a step
             dcp.get_optimizer_state_dict(model, optimizer, options=options)
             if optimizer.state
             else {}
@@ -100,8 +102,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     # What torch gathered or moved to the CPU is a copy already. The rest still is the memory of the
     # training (`live`) and has to be copied.
     live = {t.data_ptr() for t in _tensors([model.state_dict(), [o.state for o in optimizers]])}
-    copies = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
-    return {**copy.deepcopy(state, copies), **more}  # deepcopy keeps the tensors in `copies`
+    copied = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
+    return {**copy.deepcopy(state, copied), **more}  # deepcopy keeps the tensors in `copied`
 
 
 def _state_dict_functions() -> Any:
@@ -124,14 +126,14 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     """Put the state from snapshot() into a model and optimizers.
 
     Every rank must call this. In a process group all ranks get the state of rank 0, and what the
-    other ranks pass is ignored. If rank 0 passes {}, nothing changes on any rank. A state without
-    "optimizers" leaves the optimizers as if they had not taken a step. Otherwise, optimizers get
-    their moments back and keep the settings that they have now (learning rate, weight decay, ...).
-    Gradients are deleted. `state` is not changed and shares no memory with the model and the
-    optimizers.
+    other ranks pass is ignored. If rank 0 passes {}, nothing changes on any rank. If the state has
+    "optimizers", the optimizers get their saved moments. If not, their moments are deleted, as
+    before the first step. In both cases they keep the settings that they have now (learning rate,
+    weight decay, ...). Gradients are deleted. `state` is not changed and shares no memory with the
+    model and the optimizers.
 
-    ValueError on every rank if the state does not fit. The model is then unchanged, but the
-    optimizers may have lost their moments.
+    ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
+    and moments may be deleted.
     """
     in_group = dist.is_initialized()
     if in_group:
@@ -147,7 +149,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
-    settings = [_reset_(model, *pair) for pair in zip(optimizers, saved)]
+    settings = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
     # strict=False, because a parameter that never had a gradient has no moments
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
@@ -158,11 +160,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             new = {"state": copy.deepcopy(old["state"]), "param_groups": groups}
             own = optimizer.param_groups
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
-            optimizer.param_groups = own  # torch has put lists in place of tuples
+            optimizer.param_groups = own  # torch has made copies in which tuples are lists
 
 
-def _reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
-    """Delete gradients and moments; return the optimizer's settings as a state dict has them.
+def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
+    """Delete gradients and moments; return the optimizer's settings in the form of a state dict.
 
     ValueError if saved["state"], {parameter: {moment: tensor}}, has other moments, shapes or dtypes
     than this optimizer creates. Fused kernels do not check that.
@@ -209,7 +211,8 @@ def save(
     state: what snapshot() returned on rank 0; it is only read. loss: the validation loss, which
     becomes part of the name. keep: if given, prune(folder, keep) follows. The folder is created if
     needed. ValueError if load() would refuse the file, for example because the model has NaN. After
-    an error the checkpoints that existed before are untouched, and no temporary file is left.
+    an error in writing, the checkpoints that existed before are untouched, and no temporary file is
+    left. After an error in prune(), the new checkpoint exists too.
     """
     _check_state(state)
     make_folder(folder)
@@ -219,7 +222,8 @@ def save(
         except RuntimeError as error:  # torch hides what happened first, for example a full disk
             raise error.__context__ or error
         file.flush()
-        _read_state(file.name, "meta")  # checks the types and skips the numbers
+        # ValueError for types that load() does not accept. "meta": without the tensors' content.
+        _read_state(file.name, "meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
     if keep is not None:
@@ -298,7 +302,7 @@ def newest(
     exceptions are passed on: NotImplementedError if a sharded checkpoint is reached before one
     verifies.
 
-    load, list_checkpoints: replaced by extras for other storage.
+    load, list_checkpoints: extras/remote.py and extras/sharded.py pass functions of their own.
     """
     rejected: list[str] = []
     for entry in reversed(list_checkpoints(folder)):
@@ -330,16 +334,19 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 def prune(folder: str, keep: int) -> None:
     """Delete the superseded checkpoints: see superseded().
 
-    Temporary files stay, because another process may be writing them. lock() deletes those that
-    killed processes have left. OSError if a sharded checkpoint has to be deleted.
+    Temporary files stay, because another process may be writing them.
     """
     for entry in superseded(list_checkpoints(folder), keep):
         remove(folder, entry.name)
 
 
 def remove(folder: str, name: str) -> None:
-    """Delete the file of a checkpoint. A missing file is no error."""
-    Path(folder, name).unlink(missing_ok=True)
+    """Delete the file of a checkpoint. A missing file is no error; a folder is set aside instead."""
+    path = Path(folder, name)
+    if path.is_dir():
+        set_aside(folder, name)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def set_aside(folder: str, name: str) -> None:
@@ -350,14 +357,17 @@ def set_aside(folder: str, name: str) -> None:
 def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     """Take the lock of an existing folder and delete all temporary files in it.
 
+    Killed processes leave such files. save() does not take the lock, so a process that does not
+    hold it must not save while another takes it.
+
     Keep the result: the lock is released when the result is closed or garbage collected, and when
     the process ends in any way. Returns None and deletes nothing if the system (Windows) or the
     file system has no locks. ValueError, with host, pid and time of locking, if another process
     still has the lock after `timeout` seconds: a killed process may need a moment to end.
 
-    This is flock instead of the package filelock for three reasons. Versions up to 3.29 empty the
-    file that names the holder. Old versions wait for ever if the file system refuses locks. Newer
-    versions then use a lock that outlives a crashed process on another host.
+    This is flock instead of the package filelock. If the file system refuses locks, old versions of
+    filelock wait for ever, and newer versions use a lock that stays when a process on another host
+    crashes. Versions up to 3.29 also empty the file that names the holder.
     """
     if not fcntl:
         return None
@@ -418,7 +428,7 @@ def read_text(folder: str, name: str) -> str:
 def make_folder(folder: str) -> None:
     """Create a folder, and the folders above it, so that they survive a power failure."""
     if not folder or "://" in folder:
-        raise ValueError("its name is empty, or is a URL, which extras/remote.py can use")
+        raise ValueError(f"folder {folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder).absolute()
     for each in [*reversed(path.parents), path]:
         if not each.is_dir():
@@ -442,7 +452,8 @@ def _publish(file: IO[bytes], name: str) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()  # Windows cannot rename an open file
-    _rename(*os.path.split(file.name), name)
+    path = Path(file.name)
+    _rename(f"{path.parent}", path.name, name)
 
 
 def _rename(folder: str, old: str, new: str) -> None:

@@ -12,11 +12,10 @@
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
 the processes that `spawn` below starts. A rank is one of the processes that train together.
 
-When a rank fails, it does not wait until the other ranks reach the same point: it ends within
-about 6 seconds. The other ranks then fail too, for example with "connection closed" in a
-collective. To print one error and not one per rank, the ranks share a key-value store (torch's
-TCPStore): the first rank that fails notes there that it reports the error. The other ranks find
-this note and end without a message.
+A rank that fails ends within about 6 seconds; it does not wait for the other ranks. These then fail
+too, for example with "connection closed" in a collective. To print one error and not one per rank,
+the ranks share a key-value store (torch's TCPStore): the first rank that fails notes there that it
+reports the error. The other ranks find this note and end without a message.
 
 On Windows, this file can be imported, but stop_signals and spawn do not work.
 """
@@ -84,8 +83,8 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
 
     If neither RANK nor WORLD_SIZE is set, return the defaults, those of a single process. Each
     process reads its own variables; the ranks do not communicate here. ValueError is raised
-    - if RANK or WORLD_SIZE is set, but one of the variables is missing, is not a whole number, or
-      does not fit;
+    - if RANK or WORLD_SIZE is set, but one of the variables is missing or is not a whole number, or
+      the numbers contradict one another (for example, RANK is not below WORLD_SIZE);
     - if srun started several tasks, and neither RANK nor WORLD_SIZE is set. Each task would train
       alone as a single process.
     """
@@ -93,7 +92,7 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
         if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             raise ValueError(
                 f"srun started {env['SLURM_STEP_NUM_TASKS']} tasks, but RANK is not set: "
-                "start with torchrun, or use extras/slurm.py"
+                "start with torchrun, or set its variables (as extras/slurm.py does)"
             )
         return LaunchEnv()
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR"
@@ -128,30 +127,32 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     If an exception leaves the block, this function does not destroy the group, because that could
     wait for a rank that is dead. A program that then wants to use process_group again must call
     torch.distributed.destroy_process_group() before. The exception that the caller sees depends on
-    the rank:
+    the rank. (With NCCL, this is the case only if the rank gets an exception. A rank whose
+    collective takes too long is ended by NCCL, and its launcher reports this.)
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (it was killed, or it does not answer within
       `timeout`), one of the other ranks raises ConnectionError, which names the lost rank.
     - If the ranks wait for one another in different lines of the program, one rank raises
       ConnectionError, which names the line of each rank.
-    - All other ranks raise SystemExit. They must print nothing, because one of the ranks listed
-      before reports. The exit code is the attribute `exit_code` of the rank's own exception
-      (click's exceptions have one) or 1.
+    - All other ranks raise SystemExit, for which Python prints nothing, because one of the ranks
+      listed before reports the error. The exit code is the attribute `exit_code` of the exception
+      that SystemExit replaces (click's exceptions have one), or 1.
     If the store itself is lost, all remaining ranks raise ConnectionError. This happens if rank 0
     serves the store (the ranks were started without torchrun and spawn) and its process ends.
 
-    sys.exit() and sys.exit(0) inside the block leave the group normally. sys.exit() with another
-    code, and KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged,
+    sys.exit() and sys.exit(0) inside the block destroy the group and then end the program; if the
+    other ranks still use the group, this rank is lost for them. sys.exit() with another code, and KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged,
     the group is not destroyed, and for the other ranks this rank is lost (see above). It is not an
     error if all ranks exit in this way at the same point of the program.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
     ConnectionError if not all ranks connect within `timeout`. A device that is not available is a
-    ValueError, which counts as an exception in the block.
+    ValueError to which the list above applies.
 
-    Two side effects stay after the block. If all ranks are on one Linux machine, the environment
-    variable GLOO_SOCKET_IFNAME is set to "lo", unless it was set before. Under torchrun on Linux,
-    the kernel kills this process when torchrun ends.
+    These side effects stay after the block: the current CUDA device, torch's number of threads and
+    glibc's settings for freed memory (on a CPU), and, if all ranks are on one Linux machine, the
+    environment variable GLOO_SOCKET_IFNAME ("lo", unless it was set before). Under torchrun on
+    Linux, the kernel kills this process when torchrun ends.
     """
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -163,7 +164,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         # All ranks are on this machine, so let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = _connect_to_store(env, timeout)
-    # A program can use process_group several times. Each group needs its own keys in the store.
+    # A program can use process_group several times. Each group needs its own keys in the store. Each
+    # rank counts its groups, so all ranks get the same number for the same group.
     store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
     exit_request = None
     try:
@@ -187,9 +189,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     except Exception as error:
         _choose_reporter(error, env, store, timeout)
         raise
-    # DDP keeps the threads of the group alive. If such a thread releases a Python object while
-    # Python shuts down, the process aborts: "terminate called without an active exception" (torch
-    # 2.13). So give the threads time to finish.
+    # DDP keeps the group's threads alive. After a collective that a backward pass has started, such
+    # a thread releases a Python object (the context that torch.autograd.graph copies), for which it
+    # needs Python's lock. If Python shuts down meanwhile, the process aborts: "terminate called
+    # without an active exception" (torch 2.13, github.com/pytorch/pytorch/pull/179291). So give the
+    # lock to these threads for a moment.
     time.sleep(0.1)
     if exit_request:
         raise exit_request
@@ -281,20 +285,21 @@ def _agree_on_run_id(store: dist.Store, env: LaunchEnv, timeout: float) -> str:
     torchrun's TORCHELASTIC_RESTART_COUNT is not such an id, because each machine's torchrun has
     its own count (PyTorch issues 108158 and 135712).
     """
-    name, end = uuid.uuid4().hex, time.monotonic() + timeout
+    run_id = request = uuid.uuid4().hex
+    end = time.monotonic() + timeout
     if env.rank:
-        store.set(f"request {env.rank}", name)
-        run_id = store.get(f"reply to {name}").decode()
+        store.set(f"request {env.rank}", request)
+        run_id = store.get(f"reply to {request}").decode()
         store.set(f"{run_id} confirmed {env.rank}", "")
         return run_id
     for rank in range(1, env.world_size):
-        while not store.check([f"{name} confirmed {rank}"]):
+        while not store.check([f"{run_id} confirmed {rank}"]):
             if time.monotonic() > end:
                 raise ConnectionError(f"no answer from rank {rank} (timed out after {timeout:g} s)")
             request = store.get(f"request {rank}").decode()
-            store.set(f"reply to {request}", name)
+            store.set(f"reply to {request}", run_id)
             time.sleep(0.02)
-    return name
+    return run_id
 
 
 # -------------------------------------------------------------------------------- failure of a rank
@@ -308,14 +313,14 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store, timeou
     most 6 seconds to answer. Its keys must be those of this process group only, because an earlier
     group may have failed too.
     """
-    reason = ""
+    reason = ""  # how this rank noticed the failure of another rank; empty if the error is its own
     # torch.distributed raises Dist...Error, but gloo raises a bare RuntimeError with these texts.
     lost = "^Dist|gloo|Connection (closed|reset)|Application timeout caused pair closure"
     if isinstance(error, RuntimeError) and re.search(lost, repr(error)):
         reason = "connection closed"
         if re.search("(?i)timed? ?out", str(error)):
             reason = f"timed out after {timeout:g} s"
-    line = "the start"
+    line = "the start"  # the innermost line of the program; there is none while the group starts
     for frame in traceback.extract_tb(error.__traceback__):
         if "-packages/torch/" not in frame.filename and frame.filename != __file__:
             line = f"{Path(frame.filename).name}:{frame.lineno}"
@@ -326,7 +331,7 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store, timeou
             # This error follows from the failure of another rank. Let that rank report first.
             time.sleep(1)
         if store.add("reported", 1) > 1:
-            raise SystemExit(getattr(error, "exit_code", 1))
+            raise SystemExit(getattr(error, "exit_code", 1))  # result() raises it again
         # If a rank has not set its key, compare_set sets it to "" and returns "".
         keys = [f"line of {rank}" for rank in range(env.world_size)]
         return [store.compare_set(key, "", "").decode() for key in keys]
@@ -478,13 +483,14 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
-    Each process is a rank and must use process_group. `fn` must be a function at the top level of
-    a module, and `args` must be picklable. Only the main thread can call spawn. Linux and macOS
+    Each process is a rank and must use process_group. The stop signals are blocked in it until it
+    uses stop_signals. `fn` must be a function at the top level of a module, and `args` must be picklable. Only the main thread can call spawn. Linux and macOS
     only. The script needs `if __name__ == "__main__":`, because each rank imports the script again.
 
-    The exit code is 0 if all ranks end with 0, else the code of the first rank that failed (1 if a
-    signal killed it). A rank prints the traceback of its exception and ends with 1. When a rank
-    fails, the others get 2 seconds to end and are then killed. When this process gets a stop
+    The exit code is 0 if all ranks end with 0. Otherwise, if a rank has reported the error through
+    process_group, it is the code of the first rank that failed (1 if a signal killed it); if no rank
+    has, see ChildProcessError below. A rank prints the traceback of its exception and ends with 1.
+    When a rank fails, the others get 2 seconds to end and are then killed. When this process gets a stop
     signal, it sends SIGTERM to all ranks and continues to wait. If this process dies, its ranks
     are killed (on Linux).
 
@@ -530,6 +536,7 @@ def _wait_for_ranks(
         if not code and any(codes):
             code = next(filter(None, codes))
             failed = codes.index(code)
+            # If no rank has reported the error, it is reported here, and then by no rank any more.
             # "0" is the prefix that _connect_to_store uses. The rank failed in its latest group.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:

@@ -32,7 +32,7 @@ class Config(NamedTuple):
     """All settings of a model. The caller saves it with the weights."""
 
     vocab: int  # number of different tokens
-    block_size: int  # maximum context length in tokens; for its limits see GPT.forward
+    block_size: int  # maximum context length in tokens; see GPT.forward for longer sequences
     layers: int
     heads: int
     embd: int  # width of the residual stream; a multiple of heads
@@ -103,16 +103,17 @@ ARCHS = {
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute causal attention of the queries of the last T positions to all S positions (T <= S).
+    """Compute causal attention for the last T of S positions (T <= S).
 
+    Each query attends to its own position and to those before it.
     q: (B, H, T, D). k and v: (B, H, S, D). Returns (B, H, T, D).
     dropout: probability for the attention weights. It is always applied: pass 0.0 in evaluation.
     """
     (B, H, T, D), S = q.shape, k.shape[-2]
     # For short sequences in bfloat16 on a CPU, the backward pass of the fused kernel takes up to
-    # ten times as long as the code below (torch 2.13).
-    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= 512
-    if T in (1, S) and not slow:
+    # ten times as long as the matrix products at the end of this function (torch 2.13).
+    fused_is_slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= 512
+    if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
     mask = q.new_full((T, S), -math.inf).triu(S - T + 1)
@@ -145,7 +146,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map x (B, T, C) to (B, T, C).
 
-        cos_sin: see rope. cache, start: see `caches` and `start` in GPT.forward.
+        cos_sin: see rope; not used with learned positions. cache, start: see `caches` and `start`
+            in GPT.forward.
         """
         B, T, C = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
@@ -214,7 +216,8 @@ class GPT(nn.Module):
         if targets is None:
             logits: Tensor = self.head(x)
             return logits
-        # 2**28 float32 logits are 1 GiB. A GPU needs thousands of rows at a time to be busy.
+        # At most this many logits are computed at a time. 2**28 float32 logits are 1 GiB: 5,000
+        # tokens with V = 50,000, enough to keep a GPU busy.
         max_logits = 1 << (28 if x.is_cuda else 25)
         return cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), max_logits)
 
@@ -257,9 +260,9 @@ def build(config: Config, seed: int, checkpoint_activations: bool = False) -> GP
             raise ValueError(f"{name} is {getattr(config, name)}; must be at least 1")
     if config.embd % config.heads:
         raise ValueError(f"embd {config.embd} is not divisible by heads {config.heads}")
-    arch, width = ARCHS[config.arch], config.embd // config.heads
-    if width % 2 and arch.rotary:
-        raise ValueError(f"embd / heads is {width}; rotary positions need an even number")
+    arch, head_width = ARCHS[config.arch], config.embd // config.heads
+    if head_width % 2 and arch.rotary:
+        raise ValueError(f"embd / heads is {head_width}; rotary positions need an even number")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout is {config.dropout}; must be at least 0 and below 1")
     with torch.random.fork_rng(devices=[]):
@@ -287,13 +290,14 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def compile_(model: GPT) -> None:
     """Compile each block in place with torch.compile. The names of the parameters do not change.
 
-    All blocks share one graph. Blocks are compiled one by one, so that in the backward pass the
-    gradients of one block can be sent while those of the block before it are computed.
+    Each block is compiled alone. So in the backward pass, DistributedDataParallel can send the
+    gradients of one block while those of the block before it are computed. As all blocks have the
+    same code and shapes, the graph of the first block is used for all of them.
     """
     for block in model.blocks:
         # With dynamic shapes, the second shape would replace the graph by a general one, which
         # rounds and draws dropout differently. The result of a step would then depend on earlier
-        # shapes, and resume would not be exact.
+        # shapes, and a resumed run would differ from one that was not interrupted.
         block.compile(dynamic=False)
 
 
@@ -303,8 +307,8 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
 
     "matrices": the two-dimensional weights of the blocks. "embeddings": token and position
     embeddings and the output layer. "vectors": biases and norm weights. A group can be empty. Each
-    parameter is in one group. Pass the bare GPT. It may be wrapped already, but do not pass the
-    DistributedDataParallel module: its names are different, and all matrices would be in
+    parameter is in one group. Pass the GPT itself, also after DistributedDataParallel has wrapped
+    it. The wrapper's parameter names begin with "module.", so all its matrices would be in
     "embeddings".
     """
     kinds: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
@@ -342,8 +346,9 @@ def sample(
 
     Each token costs the computation of one position, because keys and values are cached. When the
     context has more than block_size tokens, its last block_size // 2 tokens are processed again
-    from position 0, and the others are forgotten. The model is in evaluation mode while tokens are
-    generated; its mode is restored when the generator is closed or deleted.
+    from position 0, and the others are forgotten. From the first next() on, also between two
+    tokens, the model is in evaluation mode. Its old mode is restored when the iterator that this
+    function returned is closed or deleted.
     """
     if not len(prompt):
         raise ValueError("the prompt is empty; at least one token is needed")

@@ -18,9 +18,9 @@ ranks in this step). DistributedDataParallel averages over the ranks, so the res
 mean gradient of the global batch, no matter how the batch was divided.
 
 Everything here also works without a process group. In a process group, all ranks must call the same
-functions in the same order, and the model must be wrapped in DistributedDataParallel (DDP), or in
-FSDP with sync_each=True. A trailing underscore in the name of a function (train_) means, as in
-torch, that it changes its arguments.
+functions in the same order, and the model must be wrapped in DistributedDataParallel (DDP) or in
+FSDP. With FSDP, call train_ with sync_each=True. A trailing underscore in the name of a function
+(train_) means, as in torch, that it changes its arguments.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ class Report:
     count: Tensor  # sum over all ranks of what the loss function counted in this step
     # number of steps that this call has skipped so far, because loss or gradient was not finite
     skipped: Tensor
-    stop: bool  # some rank's stop() was true
+    stop: bool  # some rank's stop() was true in this step (on CUDA: in the step before)
 
 
 class Diverged(FloatingPointError):
@@ -93,9 +93,9 @@ def train_(
     steps: for each step, a list of at least one micro-batch of this rank, and the count of the
         global batch: what loss_fn counts in the micro-batches of all ranks together. All ranks need
         the same number of steps; their numbers of micro-batches may differ. A rank without data in
-        a step passes a micro-batch of any data with a finite loss, and the count 0. This
-        micro-batch is computed, but has no influence on gradients and report. (BatchNorm statistics
-        do change.)
+        a step passes a micro-batch of any data with a finite loss, and 0 in place of the count of
+        the global batch. The 0 means that this rank's micro-batches have the weight 0: they are
+        computed, but have no influence on gradients and report. (BatchNorm statistics do change.)
     loss_fn: must return a sum, not a mean, and the count of its terms.
     lr_at: lr_at(step), with step = number of finished steps (`start` in the first), returns a
         factor. The learning rate of each parameter group is set to this factor times the group's
@@ -137,11 +137,14 @@ def train_(
     no_sync = nullcontext if sync_each or world_size == 1 else getattr(model, "no_sync", None)
     if no_sync is None:
         raise ValueError(
-            f"{world_size} ranks would train different models: wrap the model with ddp_setup.replicate"
+            f"{world_size} ranks would train different models: wrap the model in "
+            "DistributedDataParallel, for example with replicate in ddp_setup.py"
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
-    # Functions that read the flags of a step. partial(bool)() is False: no rank asked to stop.
+    # For each step whose flags were not read yet, a function that reads them. On CUDA the queue
+    # begins with one that returns False (no rank asked to stop). So the function that a step takes
+    # from the queue is that of the step before. Elsewhere it is the step's own.
     queue = [partial(bool)] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
@@ -179,8 +182,8 @@ def _read_flags(read: Reader, step: int, declared: int, patience: int) -> bool:
 
 
 def _read_delay(device: torch.device) -> int:
-    """Return how many steps late the host reads the flags of a step."""
-    return device.type == "cuda"
+    """Return how many steps late the host reads the flags of a step: 1 on CUDA, otherwise 0."""
+    return int(device.type == "cuda")
 
 
 def _seed(device: torch.device, *numbers: int) -> None:
@@ -188,7 +191,8 @@ def _seed(device: torch.device, *numbers: int) -> None:
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
     seed = int.from_bytes(digest.digest(), "little")
     if device.type == "cpu":
-        # While CUDA is not initialised, each torch.manual_seed stores one more call for later.
+        # Until CUDA is initialised, each torch.manual_seed adds a call to a list, which would grow
+        # with each step.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
@@ -210,7 +214,9 @@ def _backward_(
     """
     device = next(model.parameters()).device
     if not batches:
-        raise ValueError("a step has no micro-batch on this rank: give it any one, and the count 0")
+        raise ValueError(
+            "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
+        )
     sums = torch.zeros(3, dtype=accumulator_dtype(device), device=device)
     sums[2] = stop
     for i, batch in enumerate(batches, 1):
@@ -249,8 +255,9 @@ def _update_(
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
         # An optimizer that is fused reads found_inf on the device and skips the update itself, so
-        # the host need not wait. GradScaler does the same. Not in the first step: if torch's fused
-        # SGD skips that step, it keeps a momentum buffer that was never written.
+        # the host need not wait. GradScaler.step, which is not used here, does the same. Not in the
+        # first step: if torch's fused SGD skips that step, it keeps a momentum buffer that was
+        # never written.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             setattr(optimizer, "found_inf", (~finite).float())
@@ -290,7 +297,9 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
-    no_batch, queue = object(), [lambda: [1.0, 0.0]] * _read_delay(device)
+    no_batch = object()
+    # As in train_; the first flags on CUDA say that a rank has a batch and no rank asks to stop.
+    queue = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
             # [number of ranks that have a batch, number of ranks that ask to stop]
@@ -326,12 +335,13 @@ def group_batches(
     count: tells for a batch what the loss function will count in it.
 
     The steps end when no rank has a batch left. A rank that has none left before that gets, in each
-    further step, the first micro-batch of its last own step again, with the count 0 (see train_).
+    further step, the first micro-batch of its last own step again, with 0 in place of the count of
+    the global batch (see train_).
     ValueError on a rank that never had a batch, if another rank has one. A step in which all ranks
     together count 0 is left out.
 
-    Batches are read one step ahead. So on CUDA the host knows the count of a step without waiting
-    for the step before.
+    Batches are read one step ahead. So on CUDA the all-reduce for a step is queued before the work
+    of the step before it, and the host can read the count without waiting for that work.
     """
 
     def windows() -> Iterator[tuple[list[Any], Reader]]:
@@ -346,8 +356,8 @@ def group_batches(
 
     spare: list[Any] = []
     for (window, read), _ in pairwise(windows()):  # pairwise reads one step ahead
-        total, left = read()
-        if not left:
+        total, batches_in_step = read()
+        if not batches_in_step:
             return
         spare = window[:1] or spare
         if not spare:
@@ -377,7 +387,7 @@ def to_host(values: Tensor) -> Reader:
     """
     if not values.is_cuda:
         return values.tolist
-    host = values.to("cpu", non_blocking=True)  # into pinned memory
+    host = values.to("cpu", non_blocking=True)  # torch puts this result into pinned memory
     # The stream is that of the tensor's device, which need not be the current device.
     arrived = torch.cuda.current_stream(values.device).record_event()
 
@@ -398,7 +408,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     def move(tensor: Tensor) -> Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":
-            # A tensor with gaps would be copied through other memory, and the host would wait.
+            # torch would first copy a tensor that is not contiguous into temporary memory that is
+            # not pinned, and the host would wait.
             tensor = tensor.contiguous().pin_memory()
         return tensor.to(device, non_blocking=True)
 

@@ -3,7 +3,7 @@
 
 python run.py                                   train on a default text, in less than a minute
 python run.py --data mine.txt --spawn 4         start four processes on this machine
-torchrun --nproc-per-node 4 run.py --epochs 3   the same, started by torchrun
+torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
 python run.py eval --data other.txt             print the exact loss of that checkpoint on a text
 
@@ -43,7 +43,7 @@ import click
 
 T = TypeVar("T")
 PROCESS_START = time.perf_counter()
-State = dict[str, Any]  # a checkpoint as ckpt.py loads it, or a part of it
+State = dict[str, Any]  # a checkpoint as ckpt.py loads it, or another dict with values by name
 
 
 def lazy_import(name: str) -> ModuleType:
@@ -60,7 +60,7 @@ def lazy_import(name: str) -> ModuleType:
 
 
 def extra(name: str) -> ModuleType:
-    """Import extras/NAME.py at its first use. FileNotFoundError if it or a package is missing."""
+    """Import and return extras/NAME.py. FileNotFoundError if it or a package is missing."""
     try:
         return importlib.import_module(f"extras.{name}")
     except ImportError as error:
@@ -90,7 +90,7 @@ CLEAR_LINE = "\033[G\033[K"  # click removes it where the output is not a termin
 # ------------------------------------------------------------------------------------------- flags
 
 COUNT, FROM_ZERO = click.IntRange(1), click.IntRange(0)
-POSITIVE, FACTOR = click.FloatRange(0, min_open=True), click.FloatRange(0)
+POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
 FRACTION, SEED = click.FloatRange(0, 1, max_open=True), click.IntRange(0, 2**63 - 1)
 PATH, DEVICES = click.Path(), ["auto", "cpu", "cuda", "mps"]
 
@@ -124,19 +124,19 @@ class Flags:
     embd: int = option(128, "Width of the model.", COUNT)
     dropout: float = option(0.0, "Dropout probability.", FRACTION)
     init_from: str | None = option(
-        None, "Model to start with: of a run, Hugging Face, nanoGPT.", PATH
+        None, "Start from a model: of another --out, Hugging Face or nanoGPT.", PATH
     )
     epochs: int = option(1, "Passes over the training data.", COUNT)
-    steps: int | None = option(None, "Most steps; --epochs can end the run earlier.", COUNT)
+    steps: int | None = option(None, "Maximum of steps; --epochs can end the run earlier.", COUNT)
     optimizer: str = option(
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
-    min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", FACTOR)
+    min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
-    weight_decay: float = option(0.1, "Weight decay, except for biases and norms.", FACTOR)
-    clip: float = option(1.0, "Largest gradient norm; 0 means no clipping.", FACTOR)
-    accum: int = option(1, "Micro-batches per step on each rank; more need less memory.", COUNT)
+    weight_decay: float = option(0.1, "Weight decay, except for biases and norms.", NOT_NEGATIVE)
+    clip: float = option(1.0, "Largest gradient norm; 0 means no clipping.", NOT_NEGATIVE)
+    accum: int = option(1, "Micro-batches per step and rank; a higher number saves memory.", COUNT)
     spawn: int | None = option(
         None,
         "Start N processes on this machine. Without N: one per GPU, or one per CPU core.",
@@ -166,7 +166,7 @@ class Flags:
     compress: str = option("none", "Send gradients as bfloat16: half the bytes.", ["none", "bf16"])
     timeout: float = option(600.0, "Seconds to wait for another rank, or for a save.", POSITIVE)
     out: str = option("out", "Folder or URL for checkpoints and metrics.", PATH)
-    fresh: bool = option(False, "Delete the checkpoints in --out at the first start of a job.")
+    fresh: bool = option(False, "Delete the checkpoints in --out, except after a job's restart.")
     eval_every: int = option(100, "Steps between evaluations.", COUNT)
     eval_tokens: int = option(131072, "Validation tokens in an evaluation; 0 means all.", FROM_ZERO)
     save_every: int = option(100, "Steps between checkpoints.", COUNT)
@@ -205,13 +205,14 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # for the errors of process_group itself
         ddp_setup.stop_signals() as asked,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # sets the exit code before process_group chooses which rank reports
+        usage_errors(),  # inside, so that process_group sees a UsageError with its exit code, 2
     ):
         first, share = world.rank == 0, {"rank": world.rank, "world_size": world.size}
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads the start of the run, `state`. All ranks get its small parts, `saved`, or {}.
+        # Rank 0 reads what the run starts from, `state`, which is {} for a new model. All ranks get
+        # its small parts, `saved`. (A model that --init-from names is a start without "data".)
         state, rejected = ddp_setup.wait_together(
             lambda: find_start(flags, storage) if first else ({}, []), world
         )
@@ -227,12 +228,16 @@ def train(flags: Flags, given: set[str]) -> int:
         corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
         digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
         with usage_errors(f"--data {flags.data}: "):
-            if {digest, saved.get("data", digest)} != {corpus.digest}:
+            if corpus.digest != digest or corpus.digest != saved.get("data", digest):
                 raise ValueError("differs between ranks or from the data of the run; see --fresh")
             plan, val_plan = plan_batches(flags, corpus)
             steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
+        if start_step >= total:
+            if first:
+                say(f"The run in {flags.out} is finished: {start_step} steps. {HOW_TO_CONTINUE}")
+            return DONE
 
         # The model and its optimizers, with the saved weights and moments.
         used = vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device), "vocab": corpus.vocab}
@@ -241,8 +246,8 @@ def train(flags: Flags, given: set[str]) -> int:
         machine: State = {name: os.environ.get(name) for name in JOB_NAMES}
         machine |= {"ranks": world.size, "peak_flops": math.nan}
         with suppress(FileNotFoundError):  # no extra: mfu is unknown, the memory is not checked
-            describe = extra("machine").describe
-            machine |= describe(world.device, dtype, world.size, flags.strategy, config)
+            check_and_describe = extra("machine").check_and_describe
+            machine |= check_and_describe(world.device, dtype, world.size, flags.strategy, config)
         model = gpt.build(config, flags.seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
             gpt.compile_(model)
@@ -258,13 +263,9 @@ def train(flags: Flags, given: set[str]) -> int:
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
             with usage_errors(f"{saved['name']}: "):
-                storage.restore_(state, replica, optimizers)
+                storage.restore_(state, replica, optimizers)  # sends the state of rank 0 to all
             if saved.get("scaler"):  # it is empty after a run in another dtype than float16
                 scaler.load_state_dict(saved["scaler"])
-        if start_step >= total:
-            if first:
-                say(f"The run in {flags.out} is finished: {start_step} steps. {HOW_TO_CONTINUE}")
-            return DONE
 
         loss_fn: loop.LossFn = gpt.loss
         batches = chardata.steps(plan, **share, accum=flags.accum, start=start_step)
@@ -286,8 +287,8 @@ def train(flags: Flags, given: set[str]) -> int:
         )
         if flags.profile:
             path = f"{flags.out}/trace.json"
-            training = extra("profiling").traced(training, flags.profile * first, path)
-        if flags.tensorboard:
+            training = extra("profiling").traced(training, flags.profile if first else 0, path)
+        if flags.tensorboard:  # append_text of this storage also writes for TensorBoard
             storage = extra("board").storage(storage, flags.out, start_step)
 
         # The --out folder. Nothing is written to it before this point.
@@ -304,12 +305,13 @@ def train(flags: Flags, given: set[str]) -> int:
                 storage.check_shared_folder(flags.out)
 
         log = partial(append_metrics, storage, flags.out, seconds - PROCESS_START)
-        # The last save, and when it should have ended. At first, a call that does nothing.
+        # The last save, and when it should have ended. At first, a call that has nothing to do.
         pool = ThreadPoolExecutor(1)
         writing, saved_step = (pool.submit(bool), 0.0), start_step
         gc.freeze()  # garbage collection starts now, and leaves out the objects that exist
         gc.enable()
-        logged, logged_at = start_step, time.perf_counter()  # without evaluations and saves
+        # The step and the time of the last record. Evaluations and saves move this time forward.
+        logged, logged_at = start_step, time.perf_counter()
         try:
             for step, report in training:
                 val_loss: float | None = None
@@ -327,7 +329,9 @@ def train(flags: Flags, given: set[str]) -> int:
                     log(record | {"skipped": int(report.skipped)})
                     seconds_left = (tokens_at(total) - tokens_at(step)) / rate
                     draw(format_record(record, total, seconds_left))
-                paused_at = time.perf_counter()
+                # Weights with a loss or gradient that is not finite are saved only at the end.
+                due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
+                paused_at = time.perf_counter()  # isfinite and float have waited for the device
 
                 if evaluating and not stopped:
                     windows = show_progress(chardata.every_window(val_plan, **share), first)
@@ -341,19 +345,18 @@ def train(flags: Flags, given: set[str]) -> int:
                         count = chardata.num_tokens(val_plan.tokens) - 1
                         say(f"step {step}  validation loss {val_loss:.4f} over {count:,} tokens")
 
-                # Weights with a loss or gradient that is not finite are saved only at the end.
-                due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                if stopped or last or due:
+                saving = stopped or last or due
+                if saving:
                     ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
                     chardata.verify_unchanged(corpus)
-                    due = not ddp_setup.any_rank(not ended, world)
-                if due:
+                    saving = not ddp_setup.any_rank(not ended, world)
+                if saving:
                     # All ranks help with the snapshot; rank 0, or with shards each rank, writes.
                     changing = {"step": step, "scaler": scaler.state_dict()}
                     state = storage.snapshot(replica, optimizers, **changing, **constants)
                     if first or sharded:
-                        args = flags.out, state, step, val_loss, flags.keep
-                        save = pool.submit(partial(storage.save, *args))
+                        keep = flags.keep
+                        save = pool.submit(storage.save, flags.out, state, step, val_loss, keep)
                         writing, saved_step = (save, time.monotonic() + flags.timeout), step
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
@@ -365,9 +368,12 @@ def train(flags: Flags, given: set[str]) -> int:
             wait_for_save(*writing)
             raise
         ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
-        written = ended and saved_step == step and not writing[0].exception()
-        failed = ddp_setup.from_rank_zero(lambda: not written, world)
-    if first and stopped:
+        failed = ddp_setup.from_rank_zero(
+            lambda: not ended or saved_step != step or writing[0].exception() is not None, world
+        )
+    if first and failed:
+        tell(f"Error: the checkpoint of step {step} was not written")
+    elif first and stopped:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
     elif first:
         say(f"Done: {total} steps; see {flags.out}. To print text from the model: run.py sample")
@@ -380,9 +386,9 @@ def train(flags: Flags, given: set[str]) -> int:
 def open_storage(out: str, write_sharded: bool = False) -> ModuleType:
     """Return ckpt.py for a local folder, else an extra with functions of the same names."""
     storage: ModuleType = ckpt
-    # A name without .pt is the name of a sharded checkpoint.
     if "://" in out:
         storage = extra("remote").storage(ckpt, write_sharded)
+    # A name without .pt is the name of a sharded checkpoint.
     elif write_sharded or any(not e.name.endswith(".pt") for e in ckpt.list_checkpoints(out)):
         storage = extra("sharded").storage(ckpt, extra("reader").read, write_sharded)
     return storage
@@ -395,34 +401,34 @@ def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
     """
     found, rejected = storage.newest(out)
     if not found:
-        return {}, rejected
+        return {}, []
     state = {**found.state, "name": f"{out}/{found.entry.name}"}
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; --fresh deletes it")
     config = state["config"]
-    config["vocab"] = state["vocabulary"]["vocab"]  # version 0.1 saved None for text,
+    # In version 0.1, a text had no vocab, --tokenizer was --tokens, evaluations used all tokens.
+    config["vocab"] = state["vocabulary"]["vocab"]
     if "tokens" in config:
-        config["tokenizer"] = config.pop("tokens")  # and this flag had another name,
-    config.setdefault("eval_tokens", 0)  # and an evaluation used all tokens
+        config["tokenizer"] = config.pop("tokens")
+    config.setdefault("eval_tokens", 0)
     return state, rejected
 
 
-def started_again(out: str, storage: ModuleType) -> bool:
-    """Whether the launcher has started the job that made `out` again, after a failure.
+def restarted(out: str, storage: ModuleType) -> bool:
+    """Whether the run in `out` belongs to this job, which the launcher has restarted.
 
     torchrun keeps the id of a run when it starts the ranks again. (The id "none" is a default that
-    names no run.) SLURM keeps the id of a job, also for a job that it runs again.
+    names no run.) SLURM keeps the id of a job, also of one that it puts into the queue again.
     """
     config = json.loads(storage.read_text(out, "config.json") or "{}")
-    env = os.environ
-    run, job = (config.get(name) == env.get(name, "none") != "none" for name in JOB_NAMES)
-    return run or job and "SLURM_RESTART_COUNT" in env
+    same = [config.get(name) == os.environ.get(name, "none") != "none" for name in JOB_NAMES]
+    return same[0] or same[1] and "SLURM_RESTART_COUNT" in os.environ
 
 
 def find_start(flags: Flags, storage: ModuleType) -> tuple[State, list[str]]:
     """Return what the run starts from, {} for a new model, and a line per damaged checkpoint."""
     state, rejected = State(), list[str]()
-    if not flags.fresh or started_again(flags.out, storage):
+    if not flags.fresh or restarted(flags.out, storage):
         state, rejected = find_checkpoint(flags.out, storage)
         if flags.fresh and state:
             warn("--fresh is ignored, because the launcher has started this job again")
@@ -433,11 +439,16 @@ def find_start(flags: Flags, storage: ModuleType) -> tuple[State, list[str]]:
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
-    """Take the other flags from the checkpoint. ValueError if a given flag contradicts it."""
+    """Return the flags; those that were not given are taken from the checkpoint.
+
+    ValueError if a given flag contradicts the checkpoint.
+    """
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
         ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
-        if ours != theirs:
+        # extras/tokenizer.py compares the contents of two tokenizer.json.
+        both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
+        if ours != theirs and not both_json:
             made = f"{saved['name']}, made with {flag} {theirs}"
             raise ValueError(f"{flag} {ours} contradicts {made}; leave it out, or use --fresh")
     names = config.keys() - given - NOT_RESTORED
@@ -525,7 +536,7 @@ def prepare_folder(
     lock = storage.lock(flags.out)
     damaged = [line.split(":")[0] for line in rejected]  # each line is "NAME: REASON"
     for entry in storage.list_checkpoints(flags.out):
-        if flags.fresh and not step:
+        if flags.fresh and not step:  # a restarted job can continue, in spite of --fresh
             storage.remove(flags.out, entry.name)
         elif entry.step > step and entry.name not in damaged:
             raise ValueError(
@@ -536,25 +547,27 @@ def prepare_folder(
         warn(f"{line}; set aside, continuing from step {step}")
     seconds, lines = 0.0, list[str]()
     for line in storage.read_text(flags.out, "metrics.jsonl").splitlines(keepends=True):
-        complete = re.fullmatch(r'{"step": (\d+), .*"seconds": ([\d.]+)}\n', line)  # not cut off
+        # append_metrics writes "step" first and "seconds" last; a line without them was cut off.
+        complete = re.fullmatch(r'{"step": (\d+), .*"seconds": ([\d.]+)}\n', line)
         if complete and int(complete[1]) <= step:
-            seconds, lines = float(complete[2]), [*lines, line]
+            seconds = float(complete[2])
+            lines.append(line)
     storage.write_text(flags.out, "metrics.jsonl", "".join(lines))
     storage.write_text(flags.out, "config.json", json.dumps(config, indent=1))
     return lock, seconds
 
 
-def wait_for_save(writing: Future[Any], deadline: float) -> bool:
+def wait_for_save(save: Future[Any], deadline: float) -> bool:
     """Wait until a save has ended, or until time.monotonic() is `deadline`. Warn if it failed.
 
     Return whether it has ended. If it failed, the next save tries again.
     """
-    wait([writing], max(0.0, deadline - time.monotonic()))
-    if not writing.done():
-        warn_once("a save takes longer than --timeout; training continues without further saves")
-    elif error := writing.exception():
+    wait([save], max(0.0, deadline - time.monotonic()))
+    if not save.done():
+        warn_once("a save takes longer than --timeout; until it ends, nothing else is saved")
+    elif error := save.exception():
         warn(f"checkpoint not written: {error}; the checkpoints before it are untouched")
-    return writing.done()
+    return save.done()
 
 
 # ------------------------------------------------------------------------------ output and errors
@@ -573,12 +586,12 @@ def draw(text: str) -> None:
     click.echo(CLEAR_LINE + text[: shutil.get_terminal_size().columns - 1], nl=False)
 
 
-def append_metrics(storage: ModuleType, out: str, seconds: float, record: State) -> None:
+def append_metrics(storage: ModuleType, out: str, offset: float, record: State) -> None:
     """Add a record of numbers to metrics.jsonl, with null for NaN and infinity.
 
-    seconds: what to add to the present time to get the seconds since the run was started first.
+    offset: what to add to time.perf_counter() to get the seconds that the run has taken.
     """
-    record["seconds"] = round(seconds + time.perf_counter(), 3)
+    record["seconds"] = round(offset + time.perf_counter(), 3)
     finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
     with warn_of_os_errors("metrics"):
         storage.append_text(out, "metrics.jsonl", json.dumps(finite) + "\n")
@@ -665,9 +678,11 @@ DEVICE = click.option("--device", default="auto", type=click.Choice(DEVICES), he
 @click.command
 @OUT
 @DEVICE
-@click.option("--prompt", help="Text to continue; of a model of token files, ids.")
+@click.option("--prompt", help="Text to continue; ids, if the model is of token files.")
 @click.option("--max-new-tokens", type=COUNT, default=500, help="Number of tokens to generate.")
-@click.option("--temperature", type=FACTOR, default=0.8, help="0: always the most probable token.")
+@click.option(
+    "--temperature", type=NOT_NEGATIVE, default=0.8, help="0: always the most probable token."
+)
 @click.option("--top-k", type=FROM_ZERO, default=0, help="Draw from K tokens; 0 means all.")
 @click.option("--seed", type=SEED, help="To get the same text again.  [default: a new seed]")
 def sample(
@@ -712,7 +727,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
     """
     with usage_errors(), ddp_setup.process_group(device) as world:
         model, state = load_model(out, world.device)
-        flags = merge_saved_flags(Flags(data), {"data"} if data else set(), state)
+        flags = merge_saved_flags(Flags(data=data), {"data"} if data else set(), state)
         vocabulary = state["vocabulary"]
         corpus = read_corpus(flags, vocabulary["chars"])
         if corpus.kind != vocabulary["kind"]:
@@ -749,7 +764,8 @@ def train_command(**values: Any) -> None:
       torchrun --nproc-per-node 4 run.py --epochs 3   the same, started by torchrun
 
     Started again with the same --out, a run continues where it stopped. Every flag can also be an
-    environment variable (DDPKIT_BATCH_SIZE) or a line in a --config file. The command line wins.
+    environment variable (DDPKIT_BATCH_SIZE), or with extras/ a line in a --config file. The command
+    line wins.
     """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:
@@ -772,12 +788,8 @@ def launch(flags: Flags, given: set[str]) -> int:
 
 def click_arguments(flag: Field[Any]) -> dict[str, Any]:
     """Return the arguments of the click option of a field of Flags."""
-    name = "--" + flag.name.replace("_", "-")
-    return {
-        "param_decls": [name],
-        "default": flag.default,
-        **flag.metadata,
-    }  # --compile has its own
+    names = ["--" + flag.name.replace("_", "-")]  # --compile brings other ones
+    return {"param_decls": names, "default": flag.default, **flag.metadata}
 
 
 cli = click.Group(

@@ -109,5 +109,5 @@ def check_environment(group: click.Group, prefix: str) -> None:
 
 def _check_name(name: str, known: Iterable[str], what: str) -> None:
     if name not in (names := list(known)):
-        similar = difflib.get_close_matches(name, names, n=1, cutoff=0)
-        raise click.UsageError(f"{what} {name!r} is not a flag; did you mean {similar[0]!r}?")
+        similar = " or ".join(difflib.get_close_matches(name, names, n=2, cutoff=0))
+        raise click.UsageError(f"{what} {name!r} is not a flag; did you mean {similar}?")

@@ -39,7 +39,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     return matmul_flops(device, dtype), "measured"
 
 
-def describe(
+def check_and_describe(
     device: torch.device, dtype: torch.dtype, ranks: int, strategy: str, config: Any
 ) -> dict[str, Any]:
     """Return what config.json says of the machine: torch, device, and the peak FLOP/s of all ranks.

@@ -102,13 +102,11 @@ def check_shared_folder(folder: str) -> None:
 def remove(ckpt: ModuleType, folder: str, name: str) -> None:
     """Delete a checkpoint, or a temporary file or folder. A missing one is no error.
 
-    A folder whose name ends with ".pt" was not written by a save: it is set aside instead.
+    A folder whose name ends with ".pt" was not written by a save: ckpt.remove sets it aside.
     """
     with suppress(FileNotFoundError):  # another process may have deleted it
-        if not Path(folder, name).is_dir():
+        if name.endswith(".pt") or not Path(folder, name).is_dir():
             ckpt.remove(folder, name)
-        elif name.endswith(".pt"):
-            ckpt.set_aside(folder, name)
         else:
             # If the deletion is interrupted, the rest must not have the name of a checkpoint.
             hidden = Path(folder, name).rename(Path(folder, ckpt.TEMPORARY + uuid.uuid4().hex))

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -163,6 +164,73 @@ def test_torchrun_restarts_a_killed_worker_and_the_weights_are_bitwise_equal(
     assert ran.out.count("step 1/100 ") == 1  # the second start resumed
     assert [step for step, _ in losses(tmp_path)] == list(range(1, 101))
     assert same_training(tmp_path, undisturbed(2))
+
+
+# -------------------------------------------------------------------- a save that never returns
+
+SAVE_THAT_HANGS = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import ckpt, run
+
+save = ckpt.save
+
+def hang(folder, state, step, *more):
+    if step > 5:
+        time.sleep(1000)
+    return save(folder, state, step, *more)
+
+ckpt.save = hang
+run.main(run.command_line)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_that_never_returns_does_not_hold_the_run(text, tmp_path, ranks):
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(SAVE_THAT_HANGS)
+    launcher = [sys.executable, str(program)] if ranks == 1 else [*torchrun(2)[:-1], str(program)]
+    flags = ["--steps", 30, "--save-every", 5, "--log-every", 1, "--timeout", 4]
+    ran = run(*TINY, "--data", text, *flags, "--out", out, launcher=launcher)
+    assert ran.code == 1 and "Traceback" not in ran.out, ran
+    assert ran.err.count("Warning: a save takes longer than --timeout; until it ends") == 1
+    assert [step for step, _ in losses(out)] == list(range(1, 31))  # the training itself ended
+    assert state(out)["step"] == 5 and len(checkpoints(out)) == 1
+
+
+# ------------------------------------------------------- a launcher that starts the ranks again
+
+
+def test_fresh_deletes_only_at_the_first_start_of_a_job(text, tmp_path):
+    job = ["--data", text, "--steps", 40, "--save-every", 10, "--log-every", 1]
+    job += ["--out", tmp_path, "--fresh"]
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        slurm = name == "SLURM_JOB_ID"
+        with Program(*TINY, *job, env={name: "7"}) as program:
+            program.read_to("step 25/")
+            program.process.kill()
+        assert [path.name[:13] for path in checkpoints(tmp_path)] == [
+            "step-00000010",
+            "step-00000020",
+        ]
+        restarted = {name: "7", **({"SLURM_RESTART_COUNT": "1"} if slurm else {})}
+        ran = run(*TINY, *job, env=restarted)
+        assert ran.code == 0 and ran.out.startswith("step 21/40 "), ran
+        assert ran.err.count("--fresh is ignored") == 1 and ran.err.count("\n") == 1, ran
+    for env in ({}, {"TORCHELASTIC_RUN_ID": "8"}, {"SLURM_JOB_ID": "7"}):  # another job
+        ran = run(*TINY, *job, env=env)
+        assert ran.code == 0 and ran.out.startswith("step 1/40 ") and ran.err == "", ran
+
+
+def test_torchrun_restarts_a_fresh_run_from_its_newest_checkpoint(text, tmp_path):
+    launcher = torchrun(2, "--max-restarts", "1")
+    job = ["--data", text, "--steps", 40, "--save-every", 10, "--log-every", 1, "--fresh"]
+    with Program(*TINY, *job, "--out", tmp_path, launcher=launcher) as program:
+        program.read_to("step 25/")
+        worker(program, signal.SIGKILL)
+        ran = program.finish()
+    assert ran.code == 0 and ran.out.count("step 1/40 ") == 1, ran
+    assert [step for step, _ in losses(tmp_path)] == list(range(1, 41))
 
 
 # ----------------------------------------------------------------------------------- asked to stop
