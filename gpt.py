@@ -311,7 +311,7 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
     it. The wrapper's parameter names begin with "module.", so all its matrices would be in
     "embeddings".
     """
-    kinds: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
+    kinds: dict[str, list[nn.Parameter]] = {"embeddings": [], "matrices": [], "vectors": []}
     for name, parameter in model.named_parameters():
         matrix = "matrices" if name.startswith("blocks.") else "embeddings"
         kinds["vectors" if parameter.ndim < 2 else matrix].append(parameter)

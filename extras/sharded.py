@@ -210,8 +210,13 @@ class _Writer(dcp.FileSystemWriter):
     """DCP's writer, which also computes digests and writes the manifest."""
 
     def __init__(self, ckpt: ModuleType, path: Path, manifest: State):
-        super().__init__(path, sync_files=True, per_thread_copy_ahead=0)
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)  # describe_file syncs
         self.ckpt, self.manifest = ckpt, manifest
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        """Create the folder, and the folders above it. DCP would not make their names durable."""
+        self.ckpt.make_folder(f"{self.path}")
+        return super().prepare_local_plan(plan)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Write the file of this rank. Append its name, size and digest to the results."""
@@ -229,8 +234,10 @@ class _Writer(dcp.FileSystemWriter):
         return written
 
     def describe_file(self, name: str) -> tuple[int, str]:
-        """Return the size and the digest of a file."""
+        """Make the content of a file durable; return the size and the digest of the file."""
         path = Path(self.path, name)
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())  # DCP's sync_files writes a part of .metadata after the fsync
         return path.stat().st_size, self.ckpt.sha256(path)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
