@@ -387,6 +387,7 @@ def restore_in_a_group(rank, size, path):
             result = f"{error}"
         Path(path, f"{change} {rank}").write_text(result)
     dist.destroy_process_group()
+    time.sleep(0.1)  # otherwise the process can abort when it ends: see ddp_setup.process_group
 
 
 RESTORED_IN_A_GROUP = {

@@ -54,7 +54,7 @@ USES = {
         assert "".join(tokenizer.decode([3], "tokenizer", text)) == "a"
     """,
     "sharded": """
-        import torch, torch.distributed as dist
+        import time, torch, torch.distributed as dist
         import ckpt
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = torch.nn.Linear(2, 3)
@@ -65,6 +65,8 @@ USES = {
         state = sharded.storage(ckpt, torch.load, write_sharded=False).newest(".")[0].state
         assert state["step"] == 4 and torch.equal(state["model"]["weight"], model.weight)
         assert torch.equal(other.weight, model.weight)
+        dist.destroy_process_group()
+        time.sleep(0.1)  # otherwise the process can abort: see ddp_setup.process_group
     """,
     "exchange": """
         import torch

@@ -1,9 +1,8 @@
-"""Promise 5, in counted trials: what happens to checkpoints when the power or the disk fails.
+"""Promise 5, in counted trials: what happens to checkpoints when the disk fails.
 
-Also: checkpoints that are damaged, replaced or forged.
+Also: checkpoints that are damaged, replaced or forged. Power cuts are in test_power_cuts.py.
 """
 
-import collections
 import hashlib
 import io
 import math
@@ -19,7 +18,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,224 +47,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files}
 
 
-# ----------------------------------------------------------------------------------- power failures
-# strace records the system calls of real saves. The test then replays them on a model of a disk that
-# keeps no more than POSIX promises. A write to a file is durable after an fsync of the file, a change
-# of a folder is durable after an fsync of the folder. Before that, a power failure keeps any subset
-# of the changes, and of each write nothing, half or all.
-
-CALLS = (
-    "openat,read,write,pwrite64,lseek,ftruncate,fsync,fdatasync,rename,renameat,renameat2,unlink"
-)
-CALLS += ",unlinkat,mkdir,link"
-
-
 def is_traced(pid: int) -> bool:
     """Return whether strace is attached to a process."""
     return not re.search(r"TracerPid:\t0\n", Path(f"/proc/{pid}/status").read_text())
-
-
-def record(saves: Callable[[], None], folder: Path) -> list[tuple]:
-    """Call saves() in a new process; return its operations on `folder`, see `parse_operations`."""
-    if not shutil.which("strace"):
-        pytest.skip("strace is missing; it records the system calls of a save")
-    ready, go = os.pipe()
-    pid = os.fork()
-    if pid == 0:  # this process waits until the parent closes the pipe, when strace is attached
-        os.close(go)
-        os.read(ready, 1)
-        os._exit(saves() or 0)
-    os.close(ready)
-    log = folder / "strace"
-    options = [
-        "-qq",
-        "-xx",
-        "-s",
-        "1000000",
-        "-e",
-        "signal=none",
-        "-e",
-        f"trace={CALLS}",
-        "-o",
-        log,
-    ]
-    strace = subprocess.Popen(
-        ["strace", *options, "-p", f"{pid}"], stderr=subprocess.PIPE, text=True
-    )
-    wait_for(lambda: is_traced(pid) or strace.poll() is not None, "strace to attach")
-    os.close(go)
-    failed = os.waitpid(pid, 0)[1]
-    if strace.wait():
-        pytest.skip(f"this machine does not permit strace: {strace.stderr.read()}")
-    strace.stderr.close()
-    assert not failed
-    operations = [*parse_operations(log.read_text(), f"{folder}")]
-    assert {"mark", "create", "write", "sync", "rename"} <= {
-        operation[0] for operation in operations
-    }
-    return operations
-
-
-def parse_operations(log: str, below: str) -> Iterator[tuple]:
-    """Yield (what, path or file, ...) for each change under a folder, and the marks of the test.
-
-    Files have the number of their creation, folders have their path.
-    """
-    handles: dict[int, list] = {}  # open handle -> [file or folder, position]
-    files: dict[str, int] = {}  # path -> file
-    created = 0
-    successful = re.findall(r"(\w+)\((.*)\) += (\d+)", log)  # a call that failed changed nothing
-    for call, arguments, result in successful:
-        texts = [
-            bytes.fromhex(t.replace("\\x", "")) for t in re.findall(r'"((?:\\x..)*)"', arguments)
-        ]
-        number = int(arguments.split(",")[0]) if arguments[0].isdigit() else -1
-        names = [text.decode("latin1") for text in texts]
-        if call == "write" and texts[0].startswith(b"save "):
-            yield "mark", names[0]
-        elif call == "openat" and names[0].startswith(below):
-            if "O_CREAT" in arguments and names[0] not in files:
-                files[names[0]] = created
-                yield "create", names[0], created
-                created += 1
-            handles[int(result)] = [files.get(names[0], names[0]), 0]
-        elif call == "openat":
-            handles.pop(int(result), None)
-        elif number in handles and call in ("read", "write"):
-            if call == "write":
-                yield "write", *handles[number], texts[0]
-            handles[number][1] += int(result)
-        elif number in handles and call == "lseek":
-            handles[number][1] = int(result)
-        elif number in handles and call in ("fsync", "fdatasync"):
-            yield "sync", handles[number][0]
-        elif call == "rename" and names[0] in files:
-            files[names[1]] = files.pop(names[0])
-            yield "rename", names[1], names[0], files[names[1]]
-        elif call in ("unlink", "mkdir") and names[0].startswith(below):
-            files.pop(names[0], None)
-            yield call, names[0]
-        else:  # no call that this model does not know may be ignored
-            known = number not in handles and not any(name.startswith(below) for name in names)
-            assert known, (call, arguments)
-
-
-def images(operations: list[tuple], out: str) -> Iterator[dict[str, bytes]]:
-    """Yield every content of the folder `out` that a power failure after these operations may leave."""
-    writes = collections.defaultdict(list)  # file -> [[position, bytes, whether durable], ...]
-    changes: list[list] = []  # [folder, operation, whether durable]
-    for operation in operations:
-        what, of = operation[:2]
-        if what == "write":
-            writes[of].append([*operation[2:], False])
-        elif what == "sync":
-            for write in writes.get(of, []):
-                write[-1] = True
-            for change in changes:
-                change[-1] |= change[0] == of
-        elif what != "mark":
-            changes.append([os.path.dirname(of), operation, False])
-    for kept in product(*[[True] if durable else [False, True] for _, _, durable in changes]):
-        names: dict[str, int] = {}
-        for is_kept, (_, (what, name, *more), _) in zip(kept, changes):
-            if is_kept and what == "unlink":
-                names.pop(name, None)
-            elif is_kept:
-                names.pop(more[0] if what == "rename" else "", None)
-                names[name] = more[-1] if more else -1
-        made = [change[1] for _, change, _ in changes if change[0] == "mkdir"]
-        if not all(folder in names for folder in made):
-            yield {}
-            continue
-        # A file without the name of a checkpoint is never opened, so its content does not matter.
-        saved = {
-            name: file
-            for name, file in names.items()
-            if os.path.dirname(name) == out and ckpt.NAME.fullmatch(os.path.basename(name))
-        }
-        for content in product(*[possible_contents(writes[file]) for file in saved.values()]):
-            yield {os.path.basename(name): raw for name, raw in zip(saved, content)}
-
-
-def possible_contents(writes: list[list]) -> Iterator[bytes]:
-    """Yield every content of a file that a power failure may leave after these writes."""
-    for kept in product(*[[1.0] if durable else [0.0, 0.5, 1.0] for _, _, durable in writes]):
-        content = b""
-        for share, (at, raw, _) in zip(kept, writes):
-            if share:
-                raw = raw[: int(share * len(raw))]
-                content = content[:at].ljust(at, b"\0") + raw + content[at + len(raw) :]
-        yield content
-
-
-def check_every_power_failure(operations: list[tuple], out: str) -> int:
-    """Check what newest() finds after a power failure at any moment. Return the number of cases."""
-    tried = set()
-    for moment in range(len(operations) + 1):
-        marks = [operation[1] for operation in operations[:moment] if operation[0] == "mark"]
-        begun, returned = marks.count("save begins"), marks.count("save ends")
-        for image in images(operations[:moment], out):
-            key = hashlib.sha256(repr((begun, returned, sorted(image.items()))).encode()).digest()
-            if key in tried:
-                continue
-            tried.add(key)
-            with tempfile.TemporaryDirectory() as folder:
-                for name, raw in image.items():
-                    Path(folder, name).write_bytes(raw)
-                try:
-                    found, rejected = ckpt.newest(folder)
-                except ValueError as error:  # there are checkpoints, but none can be used
-                    raise AssertionError(f"moment {moment}: {error}") from error
-            step = found.state["step"] if found else 0
-            assert step in (begun, begun - 1) or begun == 0, (step, begun, moment)
-            assert step >= returned and not rejected, (step, returned, rejected, moment)
-            if found:
-                assert same(found.state, make_state(step, len(found.state["model"]["w"])))
-    return len(tried)
-
-
-def record_saves(number: int, folder: Path) -> tuple[list[tuple], str]:
-    """Return the operations of three saves into a new folder, and the name of this folder."""
-    chance, out = random.Random(number), f"{folder}/new/out"
-    keep, numbers, has_loss = 2, 2000, False
-    if number:
-        keep, numbers, has_loss = chance.randint(1, 3), chance.randint(1, 4000), True
-    states = [make_state(step, numbers) for step in (1, 2, 3)]
-
-    def saves() -> None:
-        marks = os.open(os.devnull, os.O_WRONLY)
-        for state in states:
-            os.write(marks, b"save begins")
-            loss = chance.random() if has_loss else None
-            ckpt.save(out, state, state["step"], loss, keep)
-            os.write(marks, b"save ends")
-
-    return record(saves, folder), out
-
-
-def test_after_a_power_failure_at_any_moment_the_newest_checkpoint_or_the_one_before_loads(
-    trials, tmp_path_factory
-):
-    def trial(number: int) -> None:
-        operations, out = record_saves(number, tmp_path_factory.mktemp("disk"))
-        assert check_every_power_failure(operations, out) > 6
-
-    name = "power cut at any of the system calls of 3 saves, every legal outcome"
-    trials(name, trial, few=1, many=200, at_once=1)
-
-
-@pytest.mark.parametrize("missing", ["file", "folder", "parent"])
-def test_a_save_without_one_of_its_fsyncs_would_fail_the_test_above(missing, tmp_path):
-    operations, out = record_saves(0, tmp_path)
-    is_missing = {
-        "file": lambda of: isinstance(of, int),
-        "folder": lambda of: of == out,
-        "parent": lambda of: of == os.path.dirname(out),
-    }[missing]
-    unsafe = [o for o in operations if not (o[0] == "sync" and is_missing(o[1]))]
-    assert len(unsafe) < len(operations)
-    with pytest.raises(AssertionError):
-        check_every_power_failure(unsafe, out)
 
 
 # ------------------------------------------------------------------------------ damaged or replaced
