@@ -3,7 +3,7 @@
     corpus = read(list_files("data/*.txt"), "char")
     train, val = split(corpus.tokens, 0.1)
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
-    verify_unchanged(corpus)  # also before each save and at the end of the training
+    verify_unchanged(corpus)  # also before each save and at the end; not needed for kind "char"
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
         # count: targets in the batches of all ranks together, or 0 if this rank has no window
         weight = 1 / count if count else 0
@@ -195,6 +195,8 @@ def _stamp(name: str) -> Stamp:
 def verify_unchanged(corpus: Corpus) -> None:
     """Raise OSError with the name of a memory-mapped file that changed or is gone since read().
 
+    Files of kind "char" are not checked, because read() has copied them into memory.
+
     If a mapped file changes, so do the tokens that training reads, so all that was trained since
     the last call is in doubt. Call this at the start, before each save and at the end. A call takes
     about a microsecond per file, and communicates nothing: each rank checks only what it sees
@@ -319,8 +321,9 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The windows lie end to end. Up to one window fewer than would fit is used, so that each epoch
-    can begin at another position (see steps). Raises ValueError if n <= block_size.
+    The inputs of the windows lie end to end. An epoch uses all windows that fit, or one fewer (but
+    at least one): the tokens that are left over let each epoch begin at another position (see
+    steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
@@ -354,9 +357,9 @@ def steps(
     The ranks divide the windows of a global batch in order, as evenly as possible. A rank divides
     its windows into min(accum, number of its windows) micro-batches, as evenly as possible. So two
     ranks can have different numbers of micro-batches: synchronise gradients once per step, not once
-    per micro-batch. The global batch does not depend on `rank`, `world_size`, `accum` or `start`,
-    so a run can resume with other values of these. Each rank calls this with its own `rank`;
-    nothing is communicated.
+    per micro-batch. Which windows are in the global batch of a step does not depend on `rank`,
+    `world_size`, `accum` or `start`, so a run can resume with other values of these. Each rank
+    calls this with its own `rank`; nothing is communicated.
 
     If a global batch has fewer windows than there are ranks, some ranks have none. Such a rank gets
     one micro-batch with window 0 of the epoch, and the count 0. The rank must run forward and
@@ -366,8 +369,9 @@ def steps(
     The windows of one epoch, for n tokens and W = num_windows(n, T):
 
     - Window i (0 <= i < W) has the tokens at positions offset + i * T to offset + (i + 1) * T, both
-      included: T + 1 tokens, of which neighbouring windows share one. The *offset* is a hash of (seed, epoch), modulo n - W * T. So the windows of each epoch begin at
-      other positions, and a token is not always at the same position in its window.
+      included: T + 1 tokens, of which neighbouring windows share one. The *offset* is a hash of
+      (seed, epoch), modulo n - W * T. So the windows of each epoch begin at other positions, and a
+      token is not always at the same position in its window.
     - Place k in the order of the epoch has window permute(k, W, key), where `key` is another hash
       of (seed, epoch). Step s of the epoch takes the places from s * batch_size on.
     - Exactly n - 1 - W * T tokens are in no window of the epoch: those before position `offset`,
@@ -384,14 +388,15 @@ def steps(
     n = num_tokens(tokens)
     epoch_windows = num_windows(n, block_size)
     size = block_size + 1
+    # An array that is shorter than a window only keeps its place in this list. It is never read.
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
-    # Calls of numpy are slow for few rows. So this rank's windows of several steps are read at once,
-    # about 2**18 tokens.
+    # Calls of numpy are slow for few rows. So this rank's windows of several steps are read at
+    # once, about 2**18 tokens.
     ahead = (1 << 18) // block_size // (batch_size // world_size or 1) or 1
     while True:
         epoch, first = divmod(start, steps_per_epoch(plan))
-        # The steps that are read at once, (G, 1). All have equally many windows: the last step of an
-        # epoch, which can have fewer, is read alone.
+        # The steps that are read at once, (G, 1). All have equally many windows: the last step of
+        # an epoch, which can have fewer, is read alone.
         group = first + np.arange(min(ahead, epoch_windows // batch_size - first) or 1)[:, None]
         windows = min(batch_size, epoch_windows - first * batch_size)
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
@@ -428,8 +433,9 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     tokens, block_size, batch_size, _, vocab = plan
     last = max(0, num_tokens(tokens) - 1)
     windows, tail = divmod(last, block_size)
-    # Batch k has the targets at positions edges[k] + 1 to edges[k + 1]. The last one is the shorter
-    # window, if there is one. (`or 1` is for data that are shorter than a window.)
+    # Batch k has the targets at positions edges[k] + 1 to edges[k + 1]. If T does not divide the
+    # number of targets, the last batch is a shorter window. (Both `or 1` are for data without a
+    # whole window.)
     batches = math.ceil(windows / (batch_size * world_size)) * world_size or 1
     targets_per_batch = math.ceil(windows / batches) * block_size or 1
     edges = sorted({*range(0, last - tail, targets_per_batch), last - tail, last})
@@ -509,7 +515,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
 def _hash(x: np.ndarray, key: int) -> np.ndarray:
     """Hash each of x with a key to 64 bits: the finaliser of SplitMix64 (Steele et al., 2014)."""
-    z: np.ndarray = x + key * 0x9E3779B97F4A7C15 % (1 << 64)
+    z: np.ndarray = x + (key * 0x9E3779B97F4A7C15) % (1 << 64)
     z ^= z >> 30
     z *= 0xBF58476D1CE4E5B9
     z ^= z >> 27

@@ -103,7 +103,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     # training (`live`) and has to be copied.
     live = {t.data_ptr() for t in _tensors([model.state_dict(), [o.state for o in optimizers]])}
     copied = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
-    return {**copy.deepcopy(state, copied), **more}  # deepcopy keeps the tensors in `copied`
+    return {**copy.deepcopy(state, copied), **more}  # deepcopy does not copy tensors in `copied`
 
 
 def _state_dict_functions() -> Any:
@@ -137,7 +137,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     """
     in_group = dist.is_initialized()
     if in_group:
-        # other ranks get names, shapes and dtypes, so that all ranks find the same errors
+        # Other ranks get names, shapes and dtypes, so that all ranks find the same errors: deepcopy
+        # puts an empty tensor on the device "meta" in place of each tensor.
         outline = [copy.deepcopy(state, {id(t): t.to("meta") for t in _tensors(state)})]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
@@ -160,7 +161,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             new = {"state": copy.deepcopy(old["state"]), "param_groups": groups}
             own = optimizer.param_groups
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
-            optimizer.param_groups = own  # torch has made copies in which tuples are lists
+            # torch has replaced the groups by copies with lists in place of tuples, such as betas.
+            optimizer.param_groups = own
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
@@ -222,8 +224,9 @@ def save(
         except RuntimeError as error:  # torch hides what happened first, for example a full disk
             raise error.__context__ or error
         file.flush()
-        # ValueError for types that load() does not accept. "meta": without the tensors' content.
-        _read_state(file.name, "meta")
+        # ValueError for types that load() refuses. The device "meta" leaves out the tensors'
+        # content.
+        _read_state(file.name, device="meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
     if keep is not None:
@@ -332,7 +335,7 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 
 
 def prune(folder: str, keep: int) -> None:
-    """Delete the superseded checkpoints: see superseded().
+    """Call remove() for the superseded checkpoints: see superseded().
 
     Temporary files stay, because another process may be writing them.
     """
@@ -341,7 +344,11 @@ def prune(folder: str, keep: int) -> None:
 
 
 def remove(folder: str, name: str) -> None:
-    """Delete the file of a checkpoint. A missing file is no error; a folder is set aside instead."""
+    """Delete the file of a checkpoint. A missing file is no error.
+
+    A folder, for example an intact sharded checkpoint, is not deleted but set aside: see
+    set_aside(). extras/sharded.py has a function that deletes it.
+    """
     path = Path(folder, name)
     if path.is_dir():
         set_aside(folder, name)
@@ -357,8 +364,8 @@ def set_aside(folder: str, name: str) -> None:
 def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     """Take the lock of an existing folder and delete all temporary files in it.
 
-    Killed processes leave such files. save() does not take the lock, so a process that does not
-    hold it must not save while another takes it.
+    Killed processes leave such files. Take the lock before the first save(). Otherwise lock() in
+    another process deletes the file that save() is writing.
 
     Keep the result: the lock is released when the result is closed or garbage collected, and when
     the process ends in any way. Returns None and deletes nothing if the system (Windows) or the

@@ -92,7 +92,7 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
         if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             raise ValueError(
                 f"srun started {env['SLURM_STEP_NUM_TASKS']} tasks, but RANK is not set: "
-                "start with torchrun, or set its variables (as extras/slurm.py does)"
+                "start with torchrun, or set its variables as extras/slurm.py does"
             )
         return LaunchEnv()
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR"
@@ -127,27 +127,30 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     If an exception leaves the block, this function does not destroy the group, because that could
     wait for a rank that is dead. A program that then wants to use process_group again must call
     torch.distributed.destroy_process_group() before. The exception that the caller sees depends on
-    the rank. (With NCCL, this is the case only if the rank gets an exception. A rank whose
-    collective takes too long is ended by NCCL, and its launcher reports this.)
+    the rank:
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (it was killed, or it does not answer within
       `timeout`), one of the other ranks raises ConnectionError, which names the lost rank.
     - If the ranks wait for one another in different lines of the program, one rank raises
       ConnectionError, which names the line of each rank.
     - All other ranks raise SystemExit, for which Python prints nothing, because one of the ranks
-      listed before reports the error. The exit code is the attribute `exit_code` of the exception
-      that SystemExit replaces (click's exceptions have one), or 1.
-    If the store itself is lost, all remaining ranks raise ConnectionError. This happens if rank 0
-    serves the store (the ranks were started without torchrun and spawn) and its process ends.
+      listed before reports the error. If such a rank has failed by itself, and its exception has an
+      attribute `exit_code` (click's exceptions have one), this is its exit code. Otherwise it is 1.
+    Under spawn, the parent process reports a rank that was killed, and all other ranks raise
+    SystemExit. If the store itself is lost, all remaining ranks raise ConnectionError. This happens
+    if rank 0 serves the store (the ranks were started without torchrun and spawn) and its process
+    ends. With NCCL, all this is true only for ranks that get an exception. NCCL kills a rank whose
+    collective takes too long; then only the launcher reports it.
 
     sys.exit() and sys.exit(0) inside the block destroy the group and then end the program; if the
-    other ranks still use the group, this rank is lost for them. sys.exit() with another code, and KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged,
-    the group is not destroyed, and for the other ranks this rank is lost (see above). It is not an
-    error if all ranks exit in this way at the same point of the program.
+    other ranks still use the group, this rank is lost for them. sys.exit() with another code, and
+    KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged, the group
+    is not destroyed, and for the other ranks this rank is lost (see above). It is not an error if
+    all ranks exit in this way at the same point of the program.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
-    ConnectionError if not all ranks connect within `timeout`. A device that is not available is a
-    ValueError to which the list above applies.
+    ConnectionError if not all ranks connect within `timeout`. If the device of a rank is not
+    available, the first such rank raises ValueError, and the others raise SystemExit.
 
     These side effects stay after the block: the current CUDA device, torch's number of threads and
     glibc's settings for freed memory (on a CPU), and, if all ranks are on one Linux machine, the
@@ -164,8 +167,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         # All ranks are on this machine, so let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = _connect_to_store(env, timeout)
-    # A program can use process_group several times. Each group needs its own keys in the store. Each
-    # rank counts its groups, so all ranks get the same number for the same group.
+    # A program can use process_group several times. Each group needs its own keys in the store.
+    # Each rank counts its groups, so all ranks get the same number for the same group.
     store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
     exit_request = None
     try:
@@ -190,10 +193,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         _choose_reporter(error, env, store, timeout)
         raise
     # DDP keeps the group's threads alive. After a collective that a backward pass has started, such
-    # a thread releases a Python object (the context that torch.autograd.graph copies), for which it
-    # needs Python's lock. If Python shuts down meanwhile, the process aborts: "terminate called
-    # without an active exception" (torch 2.13, github.com/pytorch/pytorch/pull/179291). So give the
-    # lock to these threads for a moment.
+    # a thread needs Python's lock to release a Python object. If Python shuts down meanwhile, the
+    # process aborts: "terminate called without an active exception" (torch 2.13; see
+    # github.com/pytorch/pytorch/pull/179291). So give the lock to these threads for a moment.
     time.sleep(0.1)
     if exit_request:
         raise exit_request
@@ -285,13 +287,14 @@ def _agree_on_run_id(store: dist.Store, env: LaunchEnv, timeout: float) -> str:
     torchrun's TORCHELASTIC_RESTART_COUNT is not such an id, because each machine's torchrun has
     its own count (PyTorch issues 108158 and 135712).
     """
-    run_id = request = uuid.uuid4().hex
     end = time.monotonic() + timeout
     if env.rank:
+        request = uuid.uuid4().hex
         store.set(f"request {env.rank}", request)
         run_id = store.get(f"reply to {request}").decode()
         store.set(f"{run_id} confirmed {env.rank}", "")
         return run_id
+    run_id = uuid.uuid4().hex
     for rank in range(1, env.world_size):
         while not store.check([f"{run_id} confirmed {rank}"]):
             if time.monotonic() > end:
@@ -408,9 +411,9 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function, each with its own `call`. If calls raise ValueError or
-    OSError, all ranks raise the error of the lowest of these ranks; it must be picklable. A rank
-    whose call raises another exception raises it alone, and the other ranks end as process_group
-    describes.
+    OSError, all ranks raise the error of the lowest of these ranks; it must be picklable. Any other
+    exception is raised only on the rank whose call raised it. On the other ranks wait_together
+    returns; they fail in their next collective, as process_group describes.
 
     Use this function for work that may take longer than the timeout of process_group, such as
     reading from slow storage: here the timeout does not apply. If a rank dies, the others fail as
@@ -484,15 +487,17 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
     Each process is a rank and must use process_group. The stop signals are blocked in it until it
-    uses stop_signals. `fn` must be a function at the top level of a module, and `args` must be picklable. Only the main thread can call spawn. Linux and macOS
-    only. The script needs `if __name__ == "__main__":`, because each rank imports the script again.
+    uses stop_signals. `fn` must be a function at the top level of a module, and `args` must be
+    picklable. Only the main thread can call spawn. Linux and macOS only. The script needs
+    `if __name__ == "__main__":`, because each rank imports the script again.
 
-    The exit code is 0 if all ranks end with 0. Otherwise, if a rank has reported the error through
-    process_group, it is the code of the first rank that failed (1 if a signal killed it); if no rank
-    has, see ChildProcessError below. A rank prints the traceback of its exception and ends with 1.
-    When a rank fails, the others get 2 seconds to end and are then killed. When this process gets a stop
-    signal, it sends SIGTERM to all ranks and continues to wait. If this process dies, its ranks
-    are killed (on Linux).
+    If all ranks end with the same exit code, this code is returned. If not, and a rank has reported
+    the error through process_group, the code of the rank that failed first is returned (1 if a
+    signal killed that rank). In all other cases ChildProcessError is raised.
+
+    A rank prints the traceback of its exception and ends with 1. When a rank fails, the others get
+    2 seconds to end and are then killed. When this process gets a stop signal, it sends SIGTERM to
+    all ranks and continues to wait. If this process dies, its ranks are killed (on Linux).
 
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
         they are killed. Without this, a rank that hangs keeps this process waiting.
@@ -526,8 +531,8 @@ def _wait_for_ranks(
     """Wait until all ranks have ended, and do what the docstring of `spawn` says.
 
     torch's ProcessContext.join(grace_period=...) cannot do this. It does not notice a rank that
-    hangs after another rank has ended with 0. It returns after the grace period, when other ranks
-    have already reported the failure that a killed rank caused. And it prints warnings.
+    hangs after another rank has ended with 0. It returns only after the grace period, too late to
+    report a killed rank before other ranks report the consequence. And it prints warnings.
     """
     to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
     while True:
@@ -536,7 +541,7 @@ def _wait_for_ranks(
         if not code and any(codes):
             code = next(filter(None, codes))
             failed = codes.index(code)
-            # If no rank has reported the error, it is reported here, and then by no rank any more.
+            # If no rank has reported the error yet, this process does, and then no rank will.
             # "0" is the prefix that _connect_to_store uses. The rank failed in its latest group.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:

@@ -35,7 +35,7 @@ class Config(NamedTuple):
     block_size: int  # maximum context length in tokens; see GPT.forward for longer sequences
     layers: int
     heads: int
-    embd: int  # width of the residual stream; a multiple of heads
+    embd: int  # width of the residual stream; a multiple of heads (of 2 * heads with "modern")
     dropout: float = 0.0  # probability, at least 0 and below 1
     arch: str = "modern"  # a key of ARCHS
 
@@ -195,8 +195,8 @@ class GPT(nn.Module):
             written to the positions start, ..., start + T - 1, and the tokens attend to all
             positions up to their own. Pass caches only in evaluation mode: they are ignored if
             activations are checkpointed in training.
-        start: position of the first token. start + T must be at most block_size if there are
-            caches, or if the positions are learned.
+        start: position of the first token. With caches or with learned positions, start + T must
+            be at most block_size. With rotary positions and no caches, sequences may be longer.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)

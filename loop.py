@@ -111,12 +111,13 @@ def train_(
         on all.
     patience: if the loss or the gradient norm is not finite, a step changes no weight and no
         optimizer state on any rank, and training continues. (Buffers such as BatchNorm statistics
-        do change.) In the patience-th such step in a row, Diverged is raised instead of the Report.
+        do change.) In the patience-th such step in a row, Diverged is raised instead of the Report
+        (on CUDA instead of the next Report, after the next update).
         With float16, the steps in which GradScaler finds an overflow count too.
     sync_each: False: only the backward pass of the last micro-batch synchronises gradients; the
         others use model.no_sync(), which DistributedDataParallel has. True: each backward pass
         synchronises, as FSDP needs it. All ranks then need the same number of micro-batches per
-        step (extras/fsdp.py: pad_steps).
+        step: add micro-batches whose loss counts 0 (as pad_steps in extras/fsdp.py does).
 
     ValueError: there are several ranks, sync_each is False, and the model has no method no_sync.
         Without DistributedDataParallel each rank would train a model of its own.
@@ -125,8 +126,9 @@ def train_(
         model. A rank that declared 0 does not raise.
     ValueError: the list of micro-batches of a step is empty. It is raised on that rank only.
 
-    On CUDA the host does not wait for the step that it has just queued, but reads the flags of the
-    step before. So report.stop is true one step later than on a CPU, and Diverged and the
+    On CUDA the host does not wait for the step that it has just queued. It reads the flags of the
+    step before: its count, the requests to stop, and the number of bad steps in a row. So
+    report.stop is true one step later than on a CPU, and Diverged and the
     ValueError for the count are raised one step later; they name the right step. Those of the last
     step are raised when `steps` ends: a caller that leaves the loop with break never gets them.
     With an optimizer that is not fused, the host waits for the device in each step, because it has
@@ -145,7 +147,7 @@ def train_(
     # For each step whose flags were not read yet, a function that reads them. On CUDA the queue
     # begins with one that returns False (no rank asked to stop). So the function that a step takes
     # from the queue is that of the step before. Elsewhere it is the step's own.
-    queue = [partial(bool)] * _read_delay(device)
+    queue: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
         _seed(device, seed, step, rank)
@@ -237,7 +239,8 @@ def _backward_(
 def _update_(
     optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler, clip: float, loss: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Unscale and clip the gradients, let each optimizer do its step, and delete the gradients.
+    """Unscale and clip the gradients; if they and the loss are finite, let each optimizer do its
+    step; delete the gradients.
 
     Returns two scalars: the gradients' L2 norm before clipping, and whether norm and loss are
     finite (bool).
@@ -255,9 +258,9 @@ def _update_(
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
         # An optimizer that is fused reads found_inf on the device and skips the update itself, so
-        # the host need not wait. GradScaler.step, which is not used here, does the same. Not in the
-        # first step: if torch's fused SGD skips that step, it keeps a momentum buffer that was
-        # never written.
+        # the host need not wait. GradScaler.step, which is not used here, does the same. Not while
+        # optimizer.state is empty, as in the first step: if torch's fused SGD skips that step, it
+        # keeps a momentum buffer that was never written.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             setattr(optimizer, "found_inf", (~finite).float())
@@ -283,7 +286,8 @@ def evaluate(
     """Compute the exact mean loss over the batches of all ranks; return it on every rank.
 
     All ranks must call it. Their numbers of batches may differ, and may be 0. (With FSDP they must
-    be equal, see extras/fsdp.py: pad_batches.) Returns NaN if the loss function counted nothing.
+    be equal: add batches whose loss counts 0, as pad_batches in extras/fsdp.py does.) Returns NaN
+    if the loss function counted nothing.
     stop: is called once per round. A round is one batch on each rank that still has one, so `stop`
         is also called in rounds without a batch on this rank. If it returns true on any rank, all
         ranks return None. On CUDA they notice one round later.
@@ -340,30 +344,30 @@ def group_batches(
     ValueError on a rank that never had a batch, if another rank has one. A step in which all ranks
     together count 0 is left out.
 
-    Batches are read one step ahead. So on CUDA the all-reduce for a step is queued before the work
-    of the step before it, and the host can read the count without waiting for that work.
+    Batches are read one step ahead. On CUDA the all-reduce for step s + 1 is queued before the
+    forward and backward passes of step s, so the host can read the count without waiting for them.
     """
 
-    def windows() -> Iterator[tuple[list[Any], Reader]]:
+    def own_steps() -> Iterator[tuple[list[Any], Reader]]:
         remaining = iter(batches)
         while True:
-            window = list(islice(remaining, accum))
-            sums = torch.tensor([sum(map(count, window)), len(window)])
+            micro_batches = list(islice(remaining, accum))
+            sums = torch.tensor([sum(map(count, micro_batches)), len(micro_batches)])
             if dist.is_initialized() and dist.get_backend() == "nccl":
                 sums = to_device(sums, torch.device("cuda"))  # NCCL takes only CUDA tensors
             _sum_over_ranks_(sums)()
-            yield window, to_host(sums)
+            yield micro_batches, to_host(sums)
 
     spare: list[Any] = []
-    for (window, read), _ in pairwise(windows()):  # pairwise reads one step ahead
+    for (micro_batches, read), _ in pairwise(own_steps()):  # pairwise reads one step ahead
         total, batches_in_step = read()
         if not batches_in_step:
             return
-        spare = window[:1] or spare
+        spare = micro_batches[:1] or spare
         if not spare:
             raise ValueError("this rank has no batch; use fewer ranks or smaller batches")
         if total:
-            yield (window, int(total)) if window else (spare, 0)
+            yield (micro_batches, int(total)) if micro_batches else (spare, 0)
 
 
 def _sum_over_ranks_(values: Tensor) -> Callable[[], object]:

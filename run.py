@@ -205,14 +205,14 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # for the errors of process_group itself
         ddp_setup.stop_signals() as asked,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # inside, so that process_group sees a UsageError with its exit code, 2
+        usage_errors(),  # inside as well: process_group uses the exit code of the error
     ):
         first, share = world.rank == 0, {"rank": world.rank, "world_size": world.size}
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads what the run starts from, `state`, which is {} for a new model. All ranks get
-        # its small parts, `saved`. (A model that --init-from names is a start without "data".)
+        # Rank 0 reads what the run starts from, `state`: a checkpoint, with --init-from a model at
+        # step 0, or {}. All ranks get its small parts, `saved`.
         state, rejected = ddp_setup.wait_together(
             lambda: find_start(flags, storage) if first else ({}, []), world
         )
@@ -228,6 +228,8 @@ def train(flags: Flags, given: set[str]) -> int:
         corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
         digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
         with usage_errors(f"--data {flags.data}: "):
+            # Of the model of --init-from, "data" is not known. If only some ranks raise this error,
+            # process_group ends the others.
             if corpus.digest != digest or corpus.digest != saved.get("data", digest):
                 raise ValueError("differs between ranks or from the data of the run; see --fresh")
             plan, val_plan = plan_batches(flags, corpus)
@@ -277,6 +279,7 @@ def train(flags: Flags, given: set[str]) -> int:
             batches,
             loss_fn,
             start=start_step,
+            # a factor of --lr
             lr_at=lambda step: loop.linear(step, total, flags.warmup, flags.min_lr / flags.lr),
             clip=flags.clip or math.inf,
             dtype=dtype,
@@ -305,7 +308,8 @@ def train(flags: Flags, given: set[str]) -> int:
                 storage.check_shared_folder(flags.out)
 
         log = partial(append_metrics, storage, flags.out, seconds - PROCESS_START)
-        # The last save, and when it should have ended. At first, a call that has nothing to do.
+        # The last save, and when it should have ended. At first, and always on ranks that write
+        # nothing, this is a call that has nothing to do.
         pool = ThreadPoolExecutor(1)
         writing, saved_step = (pool.submit(bool), 0.0), start_step
         gc.freeze()  # garbage collection starts now, and leaves out the objects that exist
@@ -331,12 +335,14 @@ def train(flags: Flags, given: set[str]) -> int:
                     draw(format_record(record, total, seconds_left))
                 # Weights with a loss or gradient that is not finite are saved only at the end.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                paused_at = time.perf_counter()  # isfinite and float have waited for the device
+                # In a step with a pause, isfinite or float has waited for the device, so that no
+                # training is in the pause.
+                paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
                     windows = show_progress(chardata.every_window(val_plan, **share), first)
                     eval_loss = gpt.loss
-                    if sharding:
+                    if sharding:  # zero too: each forward pass communicates
                         windows, eval_loss = sharding.pad_batches(replica, windows, eval_loss)
                     val_loss = loop.evaluate(replica, windows, eval_loss, dtype, stop=asked)
                     stopped = val_loss is None  # the evaluation was interrupted
@@ -406,7 +412,8 @@ def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; --fresh deletes it")
     config = state["config"]
-    # In version 0.1, a text had no vocab, --tokenizer was --tokens, evaluations used all tokens.
+    # In checkpoints of version 0.1, config["vocab"] is None for text, the flag --tokenizer is named
+    # "tokens", and an evaluation uses all tokens.
     config["vocab"] = state["vocabulary"]["vocab"]
     if "tokens" in config:
         config["tokenizer"] = config.pop("tokens")
@@ -418,7 +425,8 @@ def restarted(out: str, storage: ModuleType) -> bool:
     """Whether the run in `out` belongs to this job, which the launcher has restarted.
 
     torchrun keeps the id of a run when it starts the ranks again. (The id "none" is a default that
-    names no run.) SLURM keeps the id of a job, also of one that it puts into the queue again.
+    names no run.) All runs within a SLURM job have the same id, so this id alone does not prove a
+    restart. SLURM sets SLURM_RESTART_COUNT for a job that it has put into the queue again.
     """
     config = json.loads(storage.read_text(out, "config.json") or "{}")
     same = [config.get(name) == os.environ.get(name, "none") != "none" for name in JOB_NAMES]
@@ -464,6 +472,7 @@ def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
     list_files = extra("remote").download if "://" in data else chardata.list_files
     if flags.tokenizer not in ("char", "byte"):
         read = partial(extra("tokenizer").read_corpus, chardata)
+    # [] stands for the default text.
     return read([] if flags.data is None else list_files(data), flags.tokenizer, chars, flags.vocab)
 
 
@@ -527,9 +536,9 @@ def prepare_folder(
     rejected: list[str],
     config: State,
 ) -> tuple[object, float]:
-    """Write the first files into --out. Return its lock, and how long earlier starts took.
+    """Write the first files into --out. Return its lock, and the seconds the run has taken so far.
 
-    Only rank 0 calls this. The time is in seconds. Delete an old run for --fresh, set damaged
+    Only rank 0 calls this. Delete an old run for --fresh, set damaged
     checkpoints aside, and remove the metrics after `step`, because these steps are done again.
     """
     storage.make_folder(flags.out)
@@ -652,7 +661,10 @@ def usage_errors(subject: str = "") -> Iterator[None]:
 
 
 def newest_checkpoint(out: str) -> State:
-    """Return the newest checkpoint that verifies; warn of newer ones. ValueError for none."""
+    """Return the newest checkpoint that verifies; ValueError if there is none.
+
+    Warn of newer checkpoints that are damaged.
+    """
     state, rejected = find_checkpoint(out, open_storage(out))
     if not state:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another --out")
@@ -742,7 +754,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         first = world.rank == 0
         windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
         batches, dtype = show_progress(windows, first), getattr(torch, flags.dtype)
-        loss = loop.evaluate(model, batches, gpt.loss, dtype) or 0.0
+        loss = loop.evaluate(model, batches, gpt.loss, dtype) or 0.0  # None only with a `stop`
         chardata.verify_unchanged(corpus)
     if first:
         count = chardata.num_tokens(tokens) - 1
@@ -819,11 +831,10 @@ def command_line() -> int:
 def main(command: Callable[..., int], *args: object) -> None:
     """Run a command and exit with its code. A spawned process starts here too.
 
-    Errors about values, files and packages, and lost ranks, become one line; others get a
-    traceback.
+    UsageErrors (see usage_errors) and lost ranks become one line. Other errors get a traceback.
     """
     gc.disable()  # until training starts: imports make no garbage, and looking for it takes 0.5 s
-    faulthandler.enable()  # prints where a fatal signal came, as SIGBUS when a mapped file is cut
+    faulthandler.enable()  # prints where a fatal signal came, for example SIGBUS from a mapped file
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:

@@ -40,8 +40,8 @@ def write(writer: SummaryWriter, record: dict[str, Any]) -> None:
 def storage(inner: Any, folder: str, start: int) -> SimpleNamespace:
     """Return the functions of `inner` (ckpt.py, or a record with its functions).
 
-    append_text also writes the line, which is a JSON object, for TensorBoard. Its first call creates
-    the file, so that ranks that never call it create none.
+    append_text also writes the line, which is a JSON object, for TensorBoard. Its first call
+    creates the file, so that ranks that never call it create none.
     """
     open_once = cache(open_board)
 

@@ -128,7 +128,7 @@ def _convert(name: str, weight: Tensor, conv1d: bool) -> Tensor:
 
 
 def from_gpt2(weights: dict[str, Tensor], heads: Any, conv1d: bool) -> Model:
-    """Return the model of GPT-2's weights. Biases are zero if there are none; tokens are bare ids."""
+    """Return the model of GPT-2's weights. Missing biases are zero; tokens are bare ids."""
     theirs = {
         re.sub(r"^(_orig_mod\.)?(transformer\.)?", "transformer.", name): weight
         for name, weight in weights.items()

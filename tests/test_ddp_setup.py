@@ -220,7 +220,7 @@ def test_without_a_launcher_there_is_a_single_process(env):
 def test_several_tasks_of_srun_without_rank_are_refused():
     env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
     with pytest.raises(
-        ValueError, match=r"^srun started 4 tasks, but RANK is not set: .*extras/slurm.py does\)$"
+        ValueError, match=r"^srun started 4 tasks, but RANK is not set: .*extras/slurm.py does$"
     ):
         ddp_setup.read_launch_env(env)
     assert (
