@@ -579,7 +579,8 @@ def test_a_server_that_goes_away_ends_no_training_and_leaves_no_half_a_checkpoin
         s3.fail("503")
         ran = program.finish()
     assert ran.code == 1 and "step 60/60" in ran.out and "Traceback" not in ran.err, ran
-    warnings = ran.err.splitlines()
+    *warnings, error = ran.err.splitlines()
+    assert error == "Error: the checkpoint of step 60 was not written"
     assert all(line.startswith("Warning: ") and folder in line for line in warnings), ran
     assert [line for line in warnings if "checkpoint not written" in line] and not said_secret(
         ran.err
