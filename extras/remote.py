@@ -242,15 +242,16 @@ def _copy_once(fs: Any, name: str, folder: str) -> str:
     os.makedirs(folder, exist_ok=True)
     try:
         with filelock.FileLock(os.path.join(folder, ".lock")):
-            if not os.path.exists(copy):
-                fs.get_file(name, part)
-                _check_size(fs, name, part)
-                os.replace(part, copy)
+            try:
+                if not os.path.exists(copy):
+                    fs.get_file(name, part)
+                    _check_size(fs, name, part)
+                    os.replace(part, copy)
+            finally:  # without the lock, this could delete the part of the next process
+                with suppress(FileNotFoundError):
+                    os.unlink(part)
     except NotImplementedError as error:  # of old versions of filelock
         raise OSError(f"{folder}: {error}; XDG_CACHE_HOME can name a disk with locks") from error
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(part)
     return copy
 
 

@@ -850,7 +850,7 @@ def test_a_second_power_cut_while_the_run_continues(
     name, recorded, first_cuts, count, is_torture, tmp_path
 ):
     scenario = recorded(name)
-    cases = pick(first_cuts(name), 10**9 if is_torture else 8)
+    cases = pick(first_cuts(name), 10**9 if is_torture else 5)
     found = check_second_cuts(tmp_path, cases, scenario)
     assert len(found) > 2 * len(cases)
     count(f"second power cut, after {len(cases)} cases: {name}", found)
