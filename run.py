@@ -84,7 +84,7 @@ DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the
 HOW_TO_CONTINUE = "To continue, give a higher --epochs or --steps; to start over, --fresh."
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
 JOB_NAMES = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"  # variables with the launcher's name of a job
-CLEAR_LINE = "\033[G\033[K"  # click removes it where the output is not a terminal
+CLEAR_LINE = "\033[G\033[K"  # clears "evaluation: batch N"; click removes it outside a terminal
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -232,7 +232,14 @@ def train(flags: Flags, given: set[str]) -> int:
             # process_group ends the others.
             if corpus.digest != digest or corpus.digest != saved.get("data", digest):
                 raise ValueError("differs between ranks or from the data of the run; see --fresh")
-            plan, val_plan = plan_batches(flags, corpus)
+            train_tokens, val_tokens = chardata.split(
+                corpus.tokens, flags.val_fraction, flags.eval_tokens
+            )
+            block_size = flags.block_size
+            plan = chardata.BatchPlan(
+                train_tokens, block_size, flags.batch_size, flags.seed, corpus.vocab
+            )
+            val_plan = plan._replace(tokens=val_tokens, batch_size=EVAL_BATCH // block_size or 1)
             steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
@@ -332,7 +339,7 @@ def train(flags: Flags, given: set[str]) -> int:
                     record |= {"lr": report.lr, "tokens_per_s": round(rate, 1), "mfu": mfu}
                     log(record | {"skipped": int(report.skipped)})
                     seconds_left = (tokens_at(total) - tokens_at(step)) / rate
-                    draw(format_record(record, total, seconds_left))
+                    say(format_record(record, total, seconds_left))
                 # Weights with a loss or gradient that is not finite are saved only at the end.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # In a step with a pause, isfinite or float has waited for the device, so that no
@@ -476,16 +483,6 @@ def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
     return read([] if flags.data is None else list_files(data), flags.tokenizer, chars, flags.vocab)
 
 
-def plan_batches(
-    flags: Flags, corpus: chardata.Corpus
-) -> tuple[chardata.BatchPlan, chardata.BatchPlan]:
-    """Return the plans of the batches for training and for validation."""
-    block_size = flags.block_size
-    train, val = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
-    plan = chardata.BatchPlan(train, block_size, flags.batch_size, flags.seed, corpus.vocab)
-    return plan, plan._replace(tokens=val, batch_size=EVAL_BATCH // block_size or 1)
-
-
 def model_config(flags: State) -> gpt.Config:
     """Return the configuration of the model that the flags describe."""
     return gpt.Config(**{name: flags[name] for name in gpt.Config._fields})
@@ -588,13 +585,6 @@ def say(text: str) -> None:
         click.echo(CLEAR_LINE + text)
 
 
-def draw(text: str) -> None:
-    """Print a line. In a terminal it is cut to the width, and the next line replaces it."""
-    if not sys.stdout.isatty():
-        return say(text)
-    click.echo(CLEAR_LINE + text[: shutil.get_terminal_size().columns - 1], nl=False)
-
-
 def append_metrics(storage: ModuleType, out: str, offset: float, record: State) -> None:
     """Add a record of numbers to metrics.jsonl, with null for NaN and infinity.
 
@@ -610,7 +600,7 @@ def show_progress(batches: Iterator[chardata.Batch], show: bool) -> Iterator[cha
     """Yield the batches of an evaluation. If `show` is true, show their number in a terminal."""
     for number, batch in enumerate(batches, 1):
         if show and sys.stdout.isatty():
-            draw(f"evaluation: batch {number}")
+            click.echo(f"\revaluation: batch {number}", nl=False)
         yield batch
 
 
