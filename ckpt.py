@@ -163,6 +163,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
             # torch has replaced the groups by copies with lists in place of tuples, such as betas.
             optimizer.param_groups = own
+            # torch has also made moments for parameters that have none in the checkpoint.
+            for here, names in zip(own, groups):
+                for parameter, name in zip(here["params"], names["params"]):
+                    if not old["state"].get(name):
+                        optimizer.state.pop(parameter, None)
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:

@@ -17,10 +17,11 @@ too, for example with "connection closed" in a collective. To print one error an
 the ranks share a key-value store (torch's TCPStore): the first rank that fails notes there that it
 reports the error. The other ranks find this note and end without a message.
 
-On Windows, this file can be imported, but stop_signals and spawn do not work.
+On Windows, spawn does not work, and the only stop signal from outside is Ctrl-C.
 """
 
 import ctypes
+import json
 import math
 import os
 import re
@@ -50,6 +51,7 @@ from torch import nn  # noqa: E402
 
 T = TypeVar("T")
 # Windows has no SIGUSR1.
+LEFT = json.dumps([0, math.inf, ""])  # the state of a rank that has left: see _watch_ranks
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
 
@@ -120,27 +122,25 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         a single process. Rank i of a machine gets GPU i. On a CPU, the ranks of a machine share
         its CPUs: this function sets torch's number of threads. The backend is NCCL for CUDA, else
         gloo.
-    timeout: seconds that all ranks may take to connect, and that each collective may take later. A
-        collective that takes longer fails: gloo raises an exception on the ranks that wait, NCCL
-        ends their processes from a thread of its own.
+    timeout: seconds that all ranks may take to connect, and that a rank may wait for other ranks
+        later. A rank that waits longer (up to 10 %) ends with exit code 1, without an exception.
+        One of these ranks prints a line that says where in the program each rank is, or that it
+        does not answer. For other work that may take so long, use wait_together.
 
     If an exception leaves the block, this function does not destroy the group, because that could
     wait for a rank that is dead. A program that then wants to use process_group again must call
     torch.distributed.destroy_process_group() before. The exception that the caller sees depends on
     the rank:
     - The rank that failed first raises its own exception, unchanged.
-    - If a rank was lost without an exception (it was killed, or it does not answer within
-      `timeout`), one of the other ranks raises ConnectionError, which names the lost rank.
-    - If the ranks wait for one another in different lines of the program, one rank raises
-      ConnectionError, which names the line of each rank.
+    - If a rank was lost without an exception (for example, it was killed), one of the other ranks
+      raises ConnectionError, which names the lost rank. NCCL may notice this only after `timeout`.
     - All other ranks raise SystemExit, for which Python prints nothing, because one of the ranks
       listed before reports the error. If such a rank has failed by itself, and its exception has an
       attribute `exit_code` (click's exceptions have one), this is its exit code. Otherwise it is 1.
     Under spawn, the parent process reports a rank that was killed, and all other ranks raise
     SystemExit. If the store itself is lost, all remaining ranks raise ConnectionError. This happens
     if rank 0 serves the store (the ranks were started without torchrun and spawn) and its process
-    ends. With NCCL, all this is true only for ranks that get an exception. NCCL kills a rank whose
-    collective takes too long; then only the launcher reports it.
+    ends.
 
     sys.exit() and sys.exit(0) inside the block destroy the group and then end the program; if the
     other ranks still use the group, this rank is lost for them. sys.exit() with another code, and
@@ -179,24 +179,33 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             store=store,
             rank=env.rank,
             world_size=env.world_size,
-            timeout=timedelta(seconds=timeout),
+            # _watch_ranks ends the process earlier, unless the store does not answer.
+            timeout=timedelta(seconds=1.25 * timeout),
             device_id=chosen if cuda else None,  # With a device, NCCL connects now.
         )
+        left = threading.Event()
+        watch = _in_thread(lambda: _watch_ranks(env, store, timeout, left))
         try:
             yield World(*env[:4], chosen)
         except SystemExit as error:
             if error.code:
                 raise
             exit_request = error
+        finally:
+            left.set()
+            futures.wait([watch], 6)
+        with suppress(dist.DistError):  # If rank 0 serves the store, it may have left already.
+            store.set(f"state of {env.rank}", LEFT)
         dist.destroy_process_group()
     except Exception as error:
-        _choose_reporter(error, env, store, timeout)
+        _choose_reporter(error, env, store)
         raise
-    # DDP keeps the group's threads alive. After a collective that a backward pass has started, such
-    # a thread needs Python's lock to release a Python object. If Python shuts down meanwhile, the
-    # process aborts: "terminate called without an active exception" (torch 2.13; see
-    # github.com/pytorch/pytorch/pull/179291). So give the lock to these threads for a moment.
-    time.sleep(0.1)
+    finally:
+        # Threads of gloo can still hold Python objects of the last collectives. To release them, a
+        # thread needs Python's lock. If Python shuts down meanwhile, the process aborts: "terminate
+        # called without an active exception" (torch 2.13; github.com/pytorch/pytorch/pull/179291).
+        # So give the lock to these threads for a moment.
+        time.sleep(0.1)
     if exit_request:
         raise exit_request
 
@@ -308,7 +317,7 @@ def _agree_on_run_id(store: dist.Store, env: LaunchEnv, timeout: float) -> str:
 # -------------------------------------------------------------------------------- failure of a rank
 
 
-def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store, timeout: float) -> None:
+def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> None:
     """Do nothing if this rank must raise `error` itself; otherwise raise another exception instead.
 
     process_group lists these exceptions. Each rank that fails calls this function. A rank whose
@@ -316,40 +325,76 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store, timeou
     most 6 seconds to answer. Its keys must be those of this process group only, because an earlier
     group may have failed too.
     """
-    reason = ""  # how this rank noticed the failure of another rank; empty if the error is its own
     # torch.distributed raises Dist...Error, but gloo raises a bare RuntimeError with these texts.
-    lost = "^Dist|gloo|Connection (closed|reset)|Application timeout caused pair closure"
-    if isinstance(error, RuntimeError) and re.search(lost, repr(error)):
-        reason = "connection closed"
-        if re.search("(?i)timed? ?out", str(error)):
-            reason = f"timed out after {timeout:g} s"
-    line = "the start"  # the innermost line of the program; there is none while the group starts
-    for frame in traceback.extract_tb(error.__traceback__):
-        if "-packages/torch/" not in frame.filename and frame.filename != __file__:
-            line = f"{Path(frame.filename).name}:{frame.lineno}"
+    texts = "^Dist|gloo|Connection (closed|reset)|Application timeout caused pair closure"
+    consequence = isinstance(error, RuntimeError) and re.search(texts, repr(error))
 
-    def exchange_lines() -> list[str]:
-        store.set(f"line of {env.rank}", line)
-        if reason:
-            # This error follows from the failure of another rank. Let that rank report first.
+    def find_silent_ranks() -> list[str]:
+        store.set(f"failed {env.rank}", "")
+        if consequence:  # Let the rank that failed first report.
             time.sleep(1)
         if store.add("reported", 1) > 1:
             raise SystemExit(getattr(error, "exit_code", 1))  # result() raises it again
-        # If a rank has not set its key, compare_set sets it to "" and returns "".
-        keys = [f"line of {rank}" for rank in range(env.world_size)]
-        return [store.compare_set(key, "", "").decode() for key in keys]
+        return [f"{rank}" for rank in range(env.world_size) if not store.check([f"failed {rank}"])]
 
     try:
         # If the network is down, a request to the store never returns. So wait 6 seconds at most.
-        lines = _in_thread(exchange_lines).result(6)
+        silent = _in_thread(find_silent_ranks).result(6)
     except (dist.DistError, futures.TimeoutError):
-        lines = [""]  # The store does not answer, so the machine of rank 0 is lost.
-    silent = [f"{rank}" for rank, line in enumerate(lines) if not line]
-    if reason and silent:
-        raise ConnectionError(f"no answer from rank {', '.join(silent)} ({reason})") from error
-    if reason and len({*lines}) > 1:
-        waiting = ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
-        raise ConnectionError(f"the ranks wait for one another, {waiting} ({reason})") from error
+        silent = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
+    if consequence and silent:
+        raise ConnectionError(
+            f"no answer from rank {', '.join(silent)} (connection lost)"
+        ) from error
+
+
+def _watch_ranks(env: LaunchEnv, store: dist.Store, timeout: float, left: threading.Event) -> None:
+    """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
+
+    process_group starts this function in a thread of each rank; it returns when the event `left` is
+    set. The main thread cannot raise an exception while it waits in a collective, and NCCL would
+    end the process without saying which rank waits where.
+
+    20 times per timeout, each rank writes into the store: the value of a clock that all ranks
+    advance, the number of collectives that it has started, and the line where its program is. A
+    rank is stuck if its main thread was at the same place 20 times and started no collective
+    meanwhile. If no other rank has started more collectives than a stuck rank, then this rank waits
+    for the others, or all are stuck. One of them prints where each rank is. A rank that compiles or
+    has left the group has an infinite number of collectives, so that no rank ends.
+    """
+    keys = [f"state of {rank}" for rank in range(env.world_size)]
+    place, times = None, 0
+    while not left.wait(timeout / 20):
+        stacks = {id: traceback.extract_stack(f) for id, f in sys._current_frames().items()}
+        stack = stacks[threading.main_thread().ident or 0]
+        started = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        if re.search("_dynamo/convert_frame|_inductor/compile_fx", str(stacks)):
+            started = math.inf
+        times = times + 1 if place == (started, stack) and started < math.inf else 0
+        place = started, stack
+        line = "the start"  # the innermost line of the program
+        for frame in stack:
+            if "-packages/torch/" not in frame.filename and frame.filename != __file__:
+                line = f"{Path(frame.filename).name}:{frame.lineno}"
+        where = ["no answer from rank 0"]  # if the store does not answer
+        with suppress(dist.DistError):
+            clock = store.add("clock", 1)
+            store.set(keys[env.rank], json.dumps([clock, started, line]))
+            if times < 20:
+                continue
+            states = [json.loads(store.compare_set(key, "", "[0, 0, 0]")) for key in keys]
+            if max(state[1] for state in states) > started:
+                continue
+            if store.add("reported", 1) > 1:
+                os._exit(1)
+            alive = clock - 3 * env.world_size  # Since then, each rank has written about 3 times.
+            where = [
+                f"rank {rank} at {line}" if time > alive else f"no answer from rank {rank}"
+                for rank, (time, _, line) in enumerate(states)
+            ]
+        if times >= 20:
+            print(f"Error: no progress for {timeout:g} s: {', '.join(where)}", file=sys.stderr)
+            os._exit(1)
 
 
 def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
@@ -382,8 +427,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     must compute their statistics over the batches of all ranks, convert them before:
     torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
 
-    ddp: further arguments of DistributedDataParallel, for example static_graph=True for a model
-        whose graph is the same in each step. A single process ignores them.
+    ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True for a
+        model that does not use all parameters in each step. A single process ignores them.
     """
     model = model.to(world.device)
     if world.size == 1:
@@ -461,7 +506,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     handles signals only when the call returns. A signal that was blocked (signal.pthread_sigmask)
     before the `with` block is delivered when the block begins. When the block ends, the previous
     handlers return, but the signals stay unblocked, even if they were blocked before. Only the main
-    thread can use this function. Linux and macOS only.
+    thread can use this function. On Windows, another process cannot send a signal that is caught.
     """
     received = list[int]()
 
@@ -471,7 +516,8 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
             os._exit(130)
 
     previous = [signal.signal(number, handle) for number in STOP_SIGNALS]
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield lambda: bool(received)
     finally:
@@ -489,14 +535,15 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     Each process is a rank and must use process_group. The stop signals are blocked in it until it
     uses stop_signals. `fn` must be a function at the top level of a module, and `args` must be
     picklable. Only the main thread can call spawn. Linux and macOS only. The script needs
-    `if __name__ == "__main__":`, because each rank imports the script again.
+    `if __name__ == "__main__":`, because each rank imports the script again. ValueError if `fn` is
+    defined in a notebook.
 
     If all ranks end with the same exit code, this code is returned. If not, and a rank has reported
     the error through process_group, the code of the rank that failed first is returned (1 if a
     signal killed that rank). In all other cases ChildProcessError is raised.
 
     A rank prints the traceback of its exception and ends with 1. When a rank fails, the others get
-    2 seconds to end and are then killed. When this process gets a stop signal, it sends SIGTERM to
+    4 seconds to end and are then killed. When this process gets a stop signal, it sends SIGTERM to
     all ranks and continues to wait. If this process dies, its ranks are killed (on Linux).
 
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
@@ -508,6 +555,11 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     - a rank did not end within `timeout`, or
     - a rank ended with an exit code that is neither 0 nor the same for all ranks.
     """
+    if fn.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(
+            f"a new process cannot import {fn.__name__} from a notebook: write it to a .py file "
+            "and import it from there, as extras/tutorial/notebook.ipynb does"
+        )
     # The system chooses a free port. Only this machine can connect to 127.0.0.1.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -548,7 +600,7 @@ def _wait_for_ranks(
                 problem = f"rank {failed} ended with exit code {code}"
                 if code < 0:
                     problem = f"rank {failed} was killed by {signal.Signals(-code).name}"
-            deadline = now + 2
+            deadline = now + 4
         if None not in codes:
             break
         if 0 in codes:

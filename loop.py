@@ -125,6 +125,9 @@ def train_(
         were scaled wrongly, and the update has been made (on CUDA also the next one): discard the
         model. A rank that declared 0 does not raise.
     ValueError: the list of micro-batches of a step is empty. It is raised on that rank only.
+    ValueError: the loss did not use all parameters, and find_unused_parameters=True was not given
+        to DistributedDataParallel, so that gradients are not the mean over the ranks. It is raised
+        before the update, on the ranks where this happened.
 
     On CUDA the host does not wait for the step that it has just queued. It reads the flags of the
     step before: its count, the requests to stop, and the number of bad steps in a row. So
@@ -233,6 +236,14 @@ def _backward_(
                 wait = _sum_over_ranks_(sums)
             scaler.scale(loss_sum * weight).backward()
     wait()
+    try:
+        getattr(model, "_check_reducer_finalized", bool)()  # a method of DistributedDataParallel
+    except RuntimeError:  # torch itself raises it in the next forward pass, after the update
+        unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        raise ValueError(
+            f"the loss does not use all parameters in each step ({', '.join(unused[:3])}): "
+            "DistributedDataParallel needs find_unused_parameters=True"
+        ) from None
     return sums
 
 
@@ -415,7 +426,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
             # torch would first copy a tensor that is not contiguous into temporary memory that is
             # not pinned, and the host would wait.
             tensor = tensor.contiguous().pin_memory()
-        return tensor.to(device, non_blocking=True)
+        # On MPS, such a copy can read the memory of a source that was freed (PyTorch issue 189690).
+        return tensor.to(device, non_blocking=device.type == "cuda")
 
     return tree_map_only(Tensor, move, batch)
 

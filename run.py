@@ -84,6 +84,13 @@ DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the
 HOW_TO_CONTINUE = "To continue, give a higher --epochs or --steps; to start over, --fresh."
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
 JOB_NAMES = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"  # variables with the launcher's name of a job
+# What helps, for errors whose traceback matches a pattern
+HINTS = {
+    "out of memory|allocate memory|failed to map|new thread|MemoryError": (
+        "a higher --accum or --checkpoint-activations needs less memory"
+    ),
+    r"torch._inductor|torch\._dynamo\.exc": "--no-compile trains without torch.compile",
+}
 CLEAR_LINE = "\033[G\033[K"  # clears "evaluation: batch N"; click removes it outside a terminal
 
 
@@ -779,7 +786,8 @@ def train_command(**values: Any) -> None:
 def launch(flags: Flags, given: set[str]) -> int:
     """Train in this process, or in the processes that --spawn asks for; return the exit code."""
     # A stop signal that comes before the ranks handle it stays pending until then.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     if flags.spawn is None:
         return train(flags, given)
     if "RANK" in os.environ:
@@ -842,11 +850,13 @@ def main(command: Callable[..., int], *args: object) -> None:
     except (ConnectionError, ChildProcessError, FloatingPointError) as error:
         tell(f"Error: {error}")  # a rank was lost or killed, or the training diverged
     except Exception as error:
-        text = f"Error on rank {os.environ.get('RANK', '0')}: {error!r}"
-        if re.search("out of memory|allocate memory|failed to map|new thread|MemoryError", text):
-            tell(f"{text}; a higher --accum or --checkpoint-activations needs less memory")
+        where, trace = f"Error on rank {os.environ.get('RANK', '0')}", traceback.format_exc()
+        first_paragraph = " ".join(f"{error}".split("\n\n")[0].split())
+        hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, trace)]
+        if hints:
+            tell(f"{where}: {type(error).__name__}: {first_paragraph}; {hints[0]}")
         else:
-            tell(f"{text}\n{traceback.format_exc()}")
+            tell(f"{where}: {error!r}\n{trace}")
     # Leave at once: to free torch takes half a second, and a save that hangs must not keep the
     # process alive. But run the handlers of atexit (coverage, profilers) and flush the output.
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""The commands info, plot and export of run.py. Needs click.
+"""The commands info, plot, export and doctor of run.py. Needs click.
 
     add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)    # in run.py
 
@@ -111,3 +111,13 @@ def add_commands(
             words = {"kind": vocabulary["kind"], "chars": vocabulary["chars"]}
             model = exchange.Model(config, words, state["model"])
             export.write(model, format, output, exchange.to_gpt2, exchange.make_tokenizer)
+
+    @cli.command("doctor")
+    def doctor() -> None:
+        """Describe the software and the machine, for a bug report.
+
+        \b
+          python run.py doctor
+        """
+        with usage_errors():
+            click.echo(extra("doctor").report())

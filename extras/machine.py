@@ -65,6 +65,8 @@ def device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         total: int = torch.cuda.get_device_properties(device).total_memory
         return total
+    if not hasattr(os, "sysconf"):  # on Windows: no check
+        return 1 << 62
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -17,11 +17,14 @@ USES = {
         assert plot.labels([run]) == ["b"] and plot.curve(run, "tokens", "loss") == ([9], [2.0])
         assert "torch" not in sys.modules
     """,
+    "doctor": """
+        assert "two ranks connected" in doctor.report()
+    """,
     "commands": """
         import sys, click
         cli = click.Group()
         commands.add_commands(cli, *[None] * 4)
-        assert sorted(cli.commands) == ["export", "info", "plot"]
+        assert sorted(cli.commands) == ["doctor", "export", "info", "plot"]
         assert not {"torch", "numpy", "matplotlib"} & sys.modules.keys()
     """,
     "describe": """

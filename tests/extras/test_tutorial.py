@@ -13,7 +13,7 @@ from conftest import ENVIRONMENT, ROOT
 from documents import code_blocks
 
 TUTORIAL = ROOT / "extras" / "tutorial"
-SCRIPTS = sorted(TUTORIAL.glob("*.py"))
+SCRIPTS = sorted(TUTORIAL.glob("[0-9]_*.py"))
 MODULES = ["ddp_setup", "chardata", "loop", "ckpt"]  # in the order in which the scripts add them
 PYTHON = [sys.executable]
 TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/faults/missing_rank.py KIND MISSING SIZE
 
-KIND says what rank MISSING of SIZE ranks does instead. The test finds two lines by their comments.
+KIND says what rank MISSING of SIZE ranks does instead. The test finds lines by their comments.
 """
 
 import sys
@@ -22,9 +22,9 @@ def main(kind: str, missing: int) -> None:
             if world.rank != missing:
                 dist.all_reduce(torch.ones(4))  # the line of the others
             elif kind == "is in another":
-                ddp_setup.from_rank_zero(lambda: 0, world)  # the line of the missing rank
+                ddp_setup.from_rank_zero(lambda: 0, world)  # is in another
             elif kind == "computes":
-                time.sleep(60)
+                time.sleep(60)  # computes
             # a rank that "has left" ends here
             if kind == "is one behind":
                 dist.all_reduce(torch.ones(4))

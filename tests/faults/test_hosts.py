@@ -246,8 +246,9 @@ def cut_link(start: Callable[..., Program], delay: float, *flags: object) -> Non
         if start is agent:  # that of host 1 waits for the rendezvous until the system gives up
             programs[1].process.kill()
         ran = [end.result() for end in ends]
-    expected = [[f"Error: no answer from rank {n} (timed out after 8 s)"] for n in (1, 0)]
-    assert [error_lines(r) for r in ran] == expected, ran
+    for n, lost in ((0, 1), (1, 0)):
+        [line] = error_lines(ran[n])
+        assert f"no answer from rank {lost}" in line, ran
     assert [r.code for r in ran] == [1, -9 if start is agent else 1], ran
 
 
