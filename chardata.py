@@ -80,9 +80,9 @@ class BatchPlan(NamedTuple):
 def list_files(data: str) -> list[str]:
     """Return the names of the files that match a path or a glob pattern, sorted.
 
-    The pattern can contain "**" for folders at any depth, for example "data/**/*.txt". If a path
-    with exactly this name exists, it is not used as a pattern. Raises FileNotFoundError if there is
-    no such file. A folder, and a pattern that also matches a folder, are refused: they raise
+    The pattern can contain "**" for folders at any depth, for example "data/**/*.txt". If a file
+    with exactly the name `data` exists, `data` is not a pattern. Raises FileNotFoundError if there
+    is no such file. A folder, and a pattern that also matches a folder, are refused: they raise
     IsADirectoryError.
     """
     names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
@@ -113,15 +113,16 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     than `vocab`, if a file is damaged or is not UTF-8 text, or if a text has a character that is
     not in `chars`. Raises ValueError if the files are text and `kind` is neither "char" nor "byte".
     """
-    stamps, names = tuple(map(_stamp, files)), files or ["the default text"]
+    stamps = tuple(map(_stamp, files))
+    names = files or ["the default text"]
     arrays = [_map_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
     tokens = tuple(filter(len, arrays))
     if not tokens:
         raise ValueError(f"{names[0]}: is empty (number of data files: {len(names)})")
-    holds_ids = {name.endswith((".bin", ".npy")) for name in names}
-    if len(holds_ids) > 1:
+    token_files = [name for name in names if name.endswith((".bin", ".npy"))]
+    if len(token_files) not in (0, len(names)):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
-    if True in holds_ids:
+    if token_files:
         highest = 0 if vocab else max(int(array.max()) for array in tokens)
         kind, chars, size = "ids", "", vocab or 64 * (highest // 64 + 1)
     elif kind == "byte":
@@ -152,7 +153,7 @@ def _read_characters(
         for name, text in zip(names, texts):
             if text:
                 tokens.append(encode(text, "char", chars))
-    except ValueError as error:
+    except ValueError as error:  # `name` is the file at which one of the loops stopped
         raise ValueError(f"{name}: {error} (kind 'byte' can read any file)") from None
     return tuple(tokens), chars
 
@@ -170,14 +171,14 @@ def _map_file(name: str) -> np.ndarray:
         return array
     if name.endswith(".bin"):
         dtype = "u2"
-        # resize: three numbers, also if the file has fewer than 12 bytes.
+        # np.resize gives three numbers, even if the file has fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
         # llm.c's header is 256 int32: this number, the version, the number of tokens, then zeros.
         # A file without a header does not begin with this number by accident: its first uint16
         # would be 55432, which is not an id of GPT-2.
         if magic == 20240520:
             start = 1024
-        else:
+        else:  # No header: only an odd number of bytes is an error.
             version, count = 1, size // 2
         if version != 1 or size != start + 2 * count:
             raise ValueError(
@@ -218,11 +219,11 @@ def default_text() -> str:
 def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash, as 32 hex digits, by which a run notices that it gets other data than before.
 
-    The hash depends on `chars`, on the type and the length of each array, and on the content. A
-    block is 1 MiB; if all arrays together are larger than 256 MiB, it is 16 MiB / len(tokens),
-    limited to 4 KiB ... 1 MiB. Of an array longer than 16 blocks, only 16 blocks are read, evenly
-    spaced from the first byte to the last, so that large files take little time. A change between
-    these blocks is not noticed.
+    The hash depends on `chars`, on the type and the length of each array, and on the content. So
+    that large files take little time, only 16 blocks of an array are read, evenly spaced from its
+    first byte to its last; a change between these blocks is not noticed. An array that is shorter
+    than 16 blocks is read whole. A block is 1 MiB. If all arrays together are larger than 256 MiB,
+    a block is 16 MiB / len(tokens), but at least 4 KiB and at most 1 MiB.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -269,12 +270,13 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
     if kind == "ids":
         numbers = list(map(int, text.split()))
-        if wrong := [number for number in numbers if not 0 <= number < 1 << 32]:
-            raise ValueError(f"{wrong[0]} is not a token id; ids are from 0 to {(1 << 32) - 1}")
+        if wrong := [number for number in numbers if not 0 <= number < 2**32]:
+            raise ValueError(f"{wrong[0]} is not a token id; ids are from 0 to {2**32 - 1}")
         return np.array(numbers, np.uint32)
     if unknown := set(characters([text])) - set(chars):
         at = min(map(text.index, unknown))
         raise ValueError(f"character {text[at]!r} at {at} is not among the {len(chars)} in chars")
+    # `chars` is empty if the text is; 0x110000 is the number of Unicode's code points.
     table = np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
     table[list(map(ord, chars))] = range(len(chars))
     return np.concatenate([table[codes] for codes in _code_points(text)])
@@ -308,7 +310,8 @@ def split(tokens: Tokens, val_fraction: float, max_val: int = 0) -> tuple[Tokens
     """
     n = num_tokens(tokens)
     cut = n - round(n * val_fraction)
-    return _slice(tokens, 0, cut), _slice(tokens, cut, min(n, cut + 1 + (max_val or n)))
+    stop = min(n, cut + max_val + 1) if max_val else n
+    return _slice(tokens, 0, cut), _slice(tokens, cut, stop)
 
 
 def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
@@ -321,13 +324,13 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The inputs of the windows lie end to end. An epoch uses all windows that fit, or one fewer (but
-    at least one): the tokens that are left over let each epoch begin at another position (see
-    steps). Raises ValueError if n <= block_size.
+    The inputs of the windows lie end to end. (n - 1) // block_size windows would fit. If this is
+    more than n // block_size - 1, one window is left out, so that each epoch can begin at another
+    position (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
-    return n // block_size - 1 or 1
+    return max(1, n // block_size - 1)
 
 
 def steps_per_epoch(plan: BatchPlan) -> int:
@@ -377,8 +380,8 @@ def steps(
     - Exactly n - 1 - W * T tokens are in no window of the epoch: those before position `offset`,
       and those after position offset + W * T. These are at most 2 * T - 2 tokens. Epochs have
       different offsets, except by chance, and so leave out different tokens. The token at position
-      offset is only an input, and the token at offset + W * T is only a target. All tokens between
-      these two are both, once.
+      offset is only an input, and the token at offset + W * T is only a target. Each token between
+      these two is an input once and a target once.
 
     Raises ValueError, at next() and not at the call, if n <= T, and if a token id is not below
     plan.vocab. The windows of several steps are read at once, so such an id can be found some steps
@@ -390,15 +393,16 @@ def steps(
     size = block_size + 1
     # An array that is shorter than a window only keeps its place in this list. It is never read.
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
-    # Calls of numpy are slow for few rows. So this rank's windows of several steps are read at
+    # A call of numpy for few rows is slow. So this rank's windows of `ahead` steps are read at
     # once, about 2**18 tokens.
-    ahead = (1 << 18) // block_size // (batch_size // world_size or 1) or 1
+    ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
-        epoch, first = divmod(start, steps_per_epoch(plan))
-        # The steps that are read at once, (G, 1). All have equally many windows: the last step of
-        # an epoch, which can have fewer, is read alone.
-        group = first + np.arange(min(ahead, epoch_windows // batch_size - first) or 1)[:, None]
-        windows = min(batch_size, epoch_windows - first * batch_size)
+        epoch, first_step = divmod(start, steps_per_epoch(plan))
+        # The steps of this epoch that are read at once, (G, 1). All have equally many windows: the
+        # last step of an epoch, which can have fewer, is read alone.
+        whole_steps = epoch_windows // batch_size - first_step
+        group = first_step + np.arange(max(1, min(ahead, whole_steps)))[:, None]
+        windows = min(batch_size, epoch_windows - first_step * batch_size)
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
         order = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
         if not mine.size:
@@ -408,9 +412,9 @@ def steps(
         rows = _check_ids(_gather(tokens, views, starts, size), vocab)
         share = starts.shape[1]
         parts = min(accum, share)
-        cuts = [share * part // parts for part in range(1, parts)]
-        for of_step in rows:
-            batches = [(part[:, :-1], part[:, 1:]) for part in of_step.tensor_split(cuts)]
+        cuts = [share * i // parts for i in range(1, parts)]
+        for step_rows in rows:
+            batches = [(micro[:, :-1], micro[:, 1:]) for micro in step_rows.tensor_split(cuts)]
             yield batches, windows * block_size
         start += len(group)
 
@@ -423,22 +427,22 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
 
     Each batch is (x, y), both (B, T) int64 on the CPU, where T = plan.block_size and B is at most
     plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) B is
-    chosen such that all ranks get nearly equal numbers of windows. The ranks take the batches in
-    turn. If T does not divide n - 1, the last batch is one window that is shorter than T. The
+    chosen such that the largest number of windows of a rank is as small as possible. The ranks take
+    the batches in turn. If T does not divide n - 1, the last batch is one window that is shorter than T. The
     numbers of batches of two ranks differ by at most one, and a rank can have none. So a collective
     for each batch can hang, unless ranks that have no batch left take part in it too.
 
     Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """
     tokens, block_size, batch_size, _, vocab = plan
-    last = max(0, num_tokens(tokens) - 1)
-    windows, tail = divmod(last, block_size)
+    targets = max(0, num_tokens(tokens) - 1)
+    windows = targets // block_size
+    whole = windows * block_size  # targets in whole windows
     # Batch k has the targets at positions edges[k] + 1 to edges[k + 1]. If T does not divide the
-    # number of targets, the last batch is a shorter window. (Both `or 1` are for data without a
-    # whole window.)
-    batches = math.ceil(windows / (batch_size * world_size)) * world_size or 1
-    targets_per_batch = math.ceil(windows / batches) * block_size or 1
-    edges = sorted({*range(0, last - tail, targets_per_batch), last - tail, last})
+    # number of targets, the last batch is a shorter window. (max: there may be no whole window.)
+    batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
+    targets_per_batch = max(1, math.ceil(windows / batches) * block_size)
+    edges = sorted({*range(0, whole, targets_per_batch), whole, targets})
     for begin, end in [*pairwise(edges)][rank::world_size]:
         row = _check_ids(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
         width = min(block_size, end - begin)
@@ -452,14 +456,15 @@ def _gather(tokens: Tokens, views: Tokens, starts: np.ndarray, size: int) -> np.
     """
     begins = np.array([*accumulate(map(len, tokens), initial=0)])
     rows = np.empty((*starts.shape, size), np.uint64)
+    # The numbers of the arrays that hold the first and the last token of each row
     first, last = np.searchsorted(begins, [starts, starts + size - 1], "right") - 1
     place = starts - begins[first]
     for k in np.unique(first[first == last]):  # rows that lie in one array
         mine = (first == k) & (last == k)
         rows[mine] = views[k][place[mine]]
-    for row in zip(*np.nonzero(first != last)):
-        rows[row] = np.concatenate(
-            _slice(tokens[first[row] : last[row] + 1], place[row], place[row] + size)
+    for at in zip(*np.nonzero(first != last)):  # rows that lie in several arrays
+        rows[at] = np.concatenate(
+            _slice(tokens[first[at] : last[at] + 1], place[at], place[at] + size)
         )
     return rows
 
@@ -492,12 +497,13 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     its index alone. So time and memory depend on the number of indices and not on n.
 
     Method (a Feistel network): write the index as left * b + right, with left < a and right < b,
-    where a * b >= n. Eight times in turn, replace one of the two digits by (digit + hash of the
-    other digit) modulo a, or b. Each replacement can be undone, because the other digit is still
-    known. So all eight together are a bijection of range(a * b). If the result is n or more, apply
-    them to the result again, until it is below n. This makes a bijection of range(n) ("cycle
-    walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Few results need
-    it, because a * b is only a little larger than n.
+    where a * b >= n. Then change the two digits alternately, eight times in total: left becomes
+    (left + hash of right) modulo a, then right becomes (right + hash of left) modulo b, and so on.
+    Each change can be undone, because the other digit is still known. So all eight together are a
+    bijection of range(a * b). If the result is n or more, apply them to the result again, until it
+    is below n. This makes a bijection of range(n) ("cycle walking": Black and Rogaway, "Ciphers
+    with Arbitrary Finite Domains", 2002). Few results need it, because a * b is only a little
+    larger than n.
     """
     a = math.isqrt(n - 1) + 1
     b = (n - 1) // a + 1
@@ -505,7 +511,9 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.ones_like(out, bool)
     while outside.any():
         left, right = divmod(out[outside], b)
-        for i in range(8):  # change the left digit, then swap the two; the eighth swap restores
+        # Change the left digit, then swap the digits. After eight swaps they are in place again.
+        for i in range(8):
+            # The inner % keeps the sum within 64 bits.
             left, right = right, (left + _hash(right, key + i) % a) % a
             a, b = b, a
         out[outside] = left * b + right

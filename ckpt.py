@@ -21,7 +21,7 @@ first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed
 optimizer, and the other entries are those that the caller gave to snapshot().
 
 A checkpoint name without ".pt" is the name of a folder: a sharded checkpoint, which
-extras/sharded.py writes, reads and deletes. This module only lists it and can set it aside.
+extras/sharded.py writes, reads and deletes. This module only lists it and can rename it.
 
 Every rank must call snapshot() and restore_(). All other functions are for one process, usually
 rank 0. They may run in a thread: ThreadPoolExecutor(1).submit(save, ...) saves during training.
@@ -92,18 +92,20 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
         "model": dcp.get_model_state_dict(model, options=options),
-        "optimizers": [  # torch would make an optimizer without state take a step
+        # If an optimizer had no state, get_optimizer_state_dict would make it take a step.
+        "optimizers": [
             dcp.get_optimizer_state_dict(model, optimizer, options=options)
             if optimizer.state
             else {}
             for optimizer in optimizers
         ],
     }
-    # What torch gathered or moved to the CPU is a copy already. The rest still is the memory of the
-    # training (`live`) and has to be copied.
+    # Tensors that torch gathered or moved to the CPU are copies already. Only tensors that share
+    # memory with the training (their address is in `live`) must be copied. deepcopy takes
+    # memo[id(t)] as the copy of t.
     live = {t.data_ptr() for t in _tensors([model.state_dict(), [o.state for o in optimizers]])}
     copied = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
-    return {**copy.deepcopy(state, copied), **more}  # deepcopy does not copy tensors in `copied`
+    return {**copy.deepcopy(state, memo=copied), **more}
 
 
 def _state_dict_functions() -> Any:
@@ -137,31 +139,34 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     """
     in_group = dist.is_initialized()
     if in_group:
-        # Other ranks get names, shapes and dtypes, so that all ranks find the same errors: deepcopy
-        # puts an empty tensor on the device "meta" in place of each tensor.
-        outline = [copy.deepcopy(state, {id(t): t.to("meta") for t in _tensors(state)})]
+        # Other ranks get names, shapes and dtypes, so that all ranks find the same errors. deepcopy
+        # takes memo[id(t)] as the copy of t: a tensor on the device "meta" has no content.
+        outline = [copy.deepcopy(state, memo={id(t): t.to("meta") for t in _tensors(state)})]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
             state = outline[0]
     if not state:
         return
     dcp = _state_dict_functions()
+    # This does not gather the weights; the shape of a DTensor is that of the whole tensor.
     _check_same(state["model"], dcp.get_model_state_dict(model))
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
     settings = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
-    # strict=False, because a parameter that never had a gradient has no moments
+    # strict=False, because a parameter that never had a gradient has no moments. The names of the
+    # model were compared above.
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
     )
     dcp.set_model_state_dict(model, dict(state["model"]), options=options)  # torch changes the dict
     for optimizer, old, groups in zip(optimizers, saved, settings):
         if old:
+            # torch needs the groups, and replaces the optimizer's groups by copies in which tuples,
+            # such as betas, have become lists.
             new = {"state": copy.deepcopy(old["state"]), "param_groups": groups}
             own = optimizer.param_groups
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
-            # torch has replaced the groups by copies with lists in place of tuples, such as betas.
             optimizer.param_groups = own
             # torch has also made moments for parameters that have none in the checkpoint.
             for here, names in zip(own, groups):
@@ -174,11 +179,12 @@ def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> A
     """Delete gradients and moments; return the optimizer's settings in the form of a state dict.
 
     ValueError if saved["state"], {parameter: {moment: tensor}}, has other moments, shapes or dtypes
-    than this optimizer creates. Fused kernels do not check that.
+    than this optimizer creates. Fused optimizers do not check this and would compute nonsense.
     """
-    optimizer.zero_grad(set_to_none=True)  # with gradients, torch would not create moments
+    # Of an optimizer without gradients and state, get_optimizer_state_dict creates the state: the
+    # optimizer takes a step with zero gradients and learning rate 0.
+    optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
-    # torch makes the optimizer take a step with zero gradients and learning rate 0
     ours = _state_dict_functions().get_optimizer_state_dict(model, optimizer)
     optimizer.state.clear()
     for name, moments in saved.get("state", {}).items():
@@ -303,14 +309,14 @@ def newest(
     load: Callable[[str, Entry], State] = load,
     list_checkpoints: Callable[[str], list[Entry]] = list_checkpoints,
 ) -> tuple[Found | None, list[str]]:
-    """Return the newest checkpoint that verifies, and one line for each newer one that does not.
+    """Return the newest checkpoint that verifies, and a message for each newer, damaged checkpoint.
 
     (None, []) means that there are no checkpoints. ValueError if there are some but none verifies.
-    If load() raises OSError or ValueError, the checkpoint before that one is tried. Other
-    exceptions are passed on: NotImplementedError if a sharded checkpoint is reached before one
-    verifies.
+    If load() raises OSError or ValueError, the checkpoint counts as damaged, and the next older one
+    is tried. Other exceptions are passed on, for example NotImplementedError if a sharded
+    checkpoint is reached before one verifies.
 
-    load, list_checkpoints: extras/remote.py and extras/sharded.py pass functions of their own.
+    load, list_checkpoints: leave them out. extras/remote.py and extras/sharded.py pass their own.
     """
     rejected: list[str] = []
     for entry in reversed(list_checkpoints(folder)):
@@ -329,7 +335,7 @@ def newest(
 
 
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
-    """Return the entries to delete: all but the last `keep` and the one with the lowest loss.
+    """Return the entries to delete. The last `keep` and the one with the lowest loss are kept.
 
     entries: in the order of steps. If several have the lowest loss, the last of them is kept.
     """
@@ -351,8 +357,8 @@ def prune(folder: str, keep: int) -> None:
 def remove(folder: str, name: str) -> None:
     """Delete the file of a checkpoint. A missing file is no error.
 
-    A folder, for example an intact sharded checkpoint, is not deleted but set aside: see
-    set_aside(). extras/sharded.py has a function that deletes it.
+    A folder, such as a sharded checkpoint, is not deleted: it is renamed as set_aside() does, also
+    if it is intact. extras/sharded.py has a function that deletes it.
     """
     path = Path(folder, name)
     if path.is_dir():
@@ -379,7 +385,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
 
     This is flock instead of the package filelock. If the file system refuses locks, old versions of
     filelock wait for ever, and newer versions use a lock that stays when a process on another host
-    crashes. Versions up to 3.29 also empty the file that names the holder.
+    crashes. Versions up to 3.29 also delete the text in the lock file, which names the holder.
     """
     if not fcntl:
         return None
@@ -396,7 +402,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
             time.sleep(0.05)
         except OSError:
             return None
-    file.truncate()
+    file.truncate(0)
     file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T')}")
     file.flush()
     for path in Path(folder).glob(f"{TEMPORARY}*"):

@@ -57,7 +57,8 @@ class Report:
     grad_norm: Tensor  # L2 norm of the mean gradient of the global batch, before clipping
     lr: float  # learning rate of the first parameter group of the first optimizer
     count: Tensor  # sum over all ranks of what the loss function counted in this step
-    # number of steps that this call has skipped so far, because loss or gradient was not finite
+    # number of steps since the start of train_ that were skipped, because the loss or the gradient
+    # was not finite
     skipped: Tensor
     stop: bool  # some rank's stop() was true in this step (on CUDA: in the step before)
 
@@ -93,9 +94,10 @@ def train_(
     steps: for each step, a list of at least one micro-batch of this rank, and the count of the
         global batch: what loss_fn counts in the micro-batches of all ranks together. All ranks need
         the same number of steps; their numbers of micro-batches may differ. A rank without data in
-        a step passes a micro-batch of any data with a finite loss, and 0 in place of the count of
-        the global batch. The 0 means that this rank's micro-batches have the weight 0: they are
-        computed, but have no influence on gradients and report. (BatchNorm statistics do change.)
+        a step passes any micro-batch, and 0 in place of the count of the global batch. The 0 means
+        that this rank's micro-batches have the weight 0: they are computed, but have no influence
+        on gradients and losses. Their loss must be finite, because 0 * NaN is NaN. (BatchNorm
+        statistics do change. A parameter that only they use gets the gradient 0 instead of None.)
     loss_fn: must return a sum, not a mean, and the count of its terms.
     lr_at: lr_at(step), with step = number of finished steps (`start` in the first), returns a
         factor. The learning rate of each parameter group is set to this factor times the group's
@@ -111,13 +113,14 @@ def train_(
         on all.
     patience: if the loss or the gradient norm is not finite, a step changes no weight and no
         optimizer state on any rank, and training continues. (Buffers such as BatchNorm statistics
-        do change.) In the patience-th such step in a row, Diverged is raised instead of the Report
-        (on CUDA instead of the next Report, after the next update).
-        With float16, the steps in which GradScaler finds an overflow count too.
+        do change.) The patience-th such step in a row raises Diverged and yields no Report; on CUDA
+        this happens one step later. With float16, the steps in which GradScaler finds an overflow
+        count too.
     sync_each: False: only the backward pass of the last micro-batch synchronises gradients; the
         others use model.no_sync(), which DistributedDataParallel has. True: each backward pass
         synchronises, as FSDP needs it. All ranks then need the same number of micro-batches per
-        step: add micro-batches whose loss counts 0 (as pad_steps in extras/fsdp.py does).
+        step: add micro-batches for which loss_fn returns the sum 0 and the count 0 (as pad_steps in
+        extras/fsdp.py does).
 
     ValueError: there are several ranks, sync_each is False, and the model has no method no_sync.
         Without DistributedDataParallel each rank would train a model of its own.
@@ -131,9 +134,9 @@ def train_(
 
     On CUDA the host does not wait for the step that it has just queued. It reads the flags of the
     step before: its count, the requests to stop, and the number of bad steps in a row. So
-    report.stop is true one step later than on a CPU, and Diverged and the
-    ValueError for the count are raised one step later; they name the right step. Those of the last
-    step are raised when `steps` ends: a caller that leaves the loop with break never gets them.
+    report.stop is true one step later than on a CPU, and Diverged and the ValueError for the count
+    are raised one step later. Their messages name the step that was wrong. Errors of the last step
+    are raised when `steps` ends: a caller that leaves the loop with break never gets them.
     With an optimizer that is not fused, the host waits for the device in each step, because it has
     to decide whether to skip the update.
     """
@@ -147,10 +150,10 @@ def train_(
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
-    # For each step whose flags were not read yet, a function that reads them. On CUDA the queue
-    # begins with one that returns False (no rank asked to stop). So the function that a step takes
-    # from the queue is that of the step before. Elsewhere it is the step's own.
-    queue: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
+    # Functions that read the flags of the steps whose flags were not read yet, oldest first. Each
+    # step appends its function and calls the oldest. On CUDA the list starts with a function that
+    # returns False, so the oldest is that of the step before. Elsewhere it is the step's own.
+    unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
         _seed(device, seed, step, rank)
@@ -159,14 +162,17 @@ def train_(
             for group in groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_at(step)
         weight = world_size / total if total else 0.0
+        # (loss sum, count, number of ranks that asked to stop)
         sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), no_sync)
         loss = sums[0] / sums[1]
         norm, finite = _update_(optimizers, scaler, clip, loss)
-        skipped, in_a_row = skipped + ~finite, (in_a_row + 1) * ~finite
+        skipped = skipped + ~finite
+        in_a_row = (in_a_row + 1) * ~finite
         read = to_host(torch.stack([*sums[1:], in_a_row]))
-        queue.append(partial(_read_flags, read, step + 1, total, patience))
-        yield step + 1, Report(loss, norm, float(groups[0]["lr"]), sums[1], skipped, queue.pop(0)())
-    for read_flags in queue:
+        unread.append(partial(_read_flags, read, step + 1, total, patience))
+        stopping = unread.pop(0)()  # or Diverged, or ValueError
+        yield step + 1, Report(loss, norm, float(groups[0]["lr"]), sums[1], skipped, stopping)
+    for read_flags in unread:
         read_flags()
 
 
@@ -196,8 +202,7 @@ def _seed(device: torch.device, *numbers: int) -> None:
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
     seed = int.from_bytes(digest.digest(), "little")
     if device.type == "cpu":
-        # Until CUDA is initialised, each torch.manual_seed adds a call to a list, which would grow
-        # with each step.
+        # torch.manual_seed seeds the generators of all devices, which takes 0.2 ms.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
@@ -269,9 +274,9 @@ def _update_(
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
         # An optimizer that is fused reads found_inf on the device and skips the update itself, so
-        # the host need not wait. GradScaler.step, which is not used here, does the same. Not while
-        # optimizer.state is empty, as in the first step: if torch's fused SGD skips that step, it
-        # keeps a momentum buffer that was never written.
+        # the host need not wait. (GradScaler.step, which is not used here, also sets found_inf.)
+        # This is not done while optimizer.state is empty, as in the first step: if torch's fused
+        # SGD skips its first step, it keeps a momentum buffer that was never written.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             setattr(optimizer, "found_inf", (~finite).float())
@@ -297,8 +302,8 @@ def evaluate(
     """Compute the exact mean loss over the batches of all ranks; return it on every rank.
 
     All ranks must call it. Their numbers of batches may differ, and may be 0. (With FSDP they must
-    be equal: add batches whose loss counts 0, as pad_batches in extras/fsdp.py does.) Returns NaN
-    if the loss function counted nothing.
+    be equal: add batches for which the loss function returns 0 and 0, as pad_batches in
+    extras/fsdp.py does.) Returns NaN if the loss function counted nothing.
     stop: is called once per round. A round is one batch on each rank that still has one, so `stop`
         is also called in rounds without a batch on this rank. If it returns true on any rank, all
         ranks return None. On CUDA they notice one round later.
@@ -306,22 +311,23 @@ def evaluate(
     also if an exception is raised.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        # DDP's forward pass may communicate, which needs equal numbers of batches.
+        # DDP's forward pass may send buffers to the other ranks (in train_ once per step).
         model = model.module
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
     no_batch = object()
-    # As in train_; the first flags on CUDA say that a rank has a batch and no rank asks to stop.
-    queue = [lambda: [1.0, 0.0]] * _read_delay(device)
+    # As in train_. On CUDA the list starts with: a rank has a batch, and no rank asks to stop.
+    unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
             # [number of ranks that have a batch, number of ranks that ask to stop]
             flags = torch.zeros_like(sums)
-            # Assigning a Python number fills on the device. Copying a tensor from the host could
-            # wait for the device.
-            flags[0], flags[1] = batch is not no_batch, stop()
+            # The assignment of a Python number is a fill on the device. To copy a tensor from the
+            # host could wait for the device.
+            flags[0] = batch is not no_batch
+            flags[1] = stop()
             wait = _sum_over_ranks_(flags)
             if batch is not no_batch:
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -329,8 +335,8 @@ def evaluate(
                 sums[0] += loss_sum
                 sums[1] += count
             wait()
-            queue.append(to_host(flags))
-            busy, stopping = queue.pop(0)()
+            unread.append(to_host(flags))
+            busy, stopping = unread.pop(0)()
             if stopping or not busy:
                 break
         _sum_over_ranks_(sums)()
@@ -347,10 +353,10 @@ def group_batches(
 
     All ranks must iterate over the result together: each step needs one all-reduce of two integers.
     accum: number of micro-batches per step; the last step of a rank may have fewer.
-    count: tells for a batch what the loss function will count in it.
+    count: count(batch) must return the count that the loss function will return for this batch.
 
-    The steps end when no rank has a batch left. A rank that has none left before that gets, in each
-    further step, the first micro-batch of its last own step again, with 0 in place of the count of
+    The steps end when no rank has a batch left. A rank that runs out of batches earlier repeats, in
+    each remaining step, the first micro-batch of its last own step, with 0 in place of the count of
     the global batch (see train_).
     ValueError on a rank that never had a batch, if another rank has one. A step in which all ranks
     together count 0 is left out.
@@ -370,15 +376,18 @@ def group_batches(
             yield micro_batches, to_host(sums)
 
     spare: list[Any] = []
-    for (micro_batches, read), _ in pairwise(own_steps()):  # pairwise reads one step ahead
+    # own_steps never ends. pairwise starts step s + 1 before step s is used.
+    for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:
             return
         spare = micro_batches[:1] or spare
         if not spare:
             raise ValueError("this rank has no batch; use fewer ranks or smaller batches")
-        if total:
-            yield (micro_batches, int(total)) if micro_batches else (spare, 0)
+        if total and micro_batches:
+            yield micro_batches, int(total)
+        elif total:
+            yield spare, 0
 
 
 def _sum_over_ranks_(values: Tensor) -> Callable[[], object]:

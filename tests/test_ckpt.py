@@ -304,12 +304,20 @@ def test_a_parameter_that_never_had_a_gradient_has_no_moments_after_a_restore():
         model = nn.Linear(2, 2)
         return model, [torch.optim.AdamW(model.parameters())]
 
+    def step(model, optimizer, *parameters):
+        sum(parameter.sum() for parameter in parameters).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     model, optimizers = unused_bias()
-    model.weight.sum().backward()
-    optimizers[0].step()
+    step(model, *optimizers, model.weight)
     other, others = unused_bias()
     ckpt.restore_(ckpt.snapshot(model, optimizers), other, others)
     assert same(others[0].state[other.weight], optimizers[0].state[model.weight])
+    assert other.bias not in others[0].state
+    for resumed, optimizer in ((model, *optimizers), (other, *others)):
+        step(resumed, optimizer, resumed.weight, resumed.bias)
+    assert same(everything(other, others), everything(model, optimizers))
 
 
 @pytest.mark.parametrize("trained_before", [False, True])

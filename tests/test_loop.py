@@ -269,6 +269,24 @@ def unwrapped_model(world):
     return error, len(list(loop.train_(model, [sgd(model)], steps, squares, sync_each=True)))
 
 
+def unused_parameters(world):
+    """Train a model that uses its second layer in the first step only. Return (error, number of
+    reports, whether the second step changed a weight).
+    """
+    model = nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 1))
+    replica, used = ddp_setup.replicate(model, world), [2, 1]
+    model.forward = lambda x: model[: used.pop(0)](x)
+    reports, error = [], ""
+    steps = [([(X[:1].float(), Y[:1].float())], world.size)] * 2
+    try:
+        for _ in loop.train_(replica, [sgd(model)], steps, squares):
+            reports.append(weights(model))
+    except ValueError as caught:
+        error = str(caught)
+    changed = any(not value.equal(reports[-1][name]) for name, value in weights(model).items())
+    return error, len(reports), changed
+
+
 def every_job(world):
     results = {"gpt": train_gpt(world, accum=1 + world.size % 3)}
     for accum in (1, 2, 3):
@@ -285,6 +303,7 @@ def every_job(world):
         evaluation,
         stopped_evaluation,
         unwrapped_model,
+        unused_parameters,
     )
     return results | {job.__name__: job(world) for job in jobs}
 
@@ -377,6 +396,19 @@ def test_several_ranks_with_an_unwrapped_model_are_an_error(ranks, size):
             assert error == ""
         else:
             assert f"{size} ranks would train different models: wrap the model" in error
+
+
+@SIZES
+def test_unused_parameters_are_an_error_before_the_update_except_on_one_rank(ranks, size):
+    for error, reports, changed in (result["unused_parameters"] for result in ranks(size)):
+        if size == 1:
+            assert (error, reports) == ("", 2)
+        else:
+            assert (reports, changed) == (1, False)
+            assert error == (
+                "the loss does not use all parameters in each step (module.1.weight, "
+                "module.1.bias): DistributedDataParallel needs find_unused_parameters=True"
+            )
 
 
 @pytest.mark.parametrize(("declared", "counted"), [(20, 2), (2, 20), (3, 2)])
