@@ -428,9 +428,9 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     Each batch is (x, y), both (B, T) int64 on the CPU, where T = plan.block_size and B is at most
     plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) B is
     chosen such that the largest number of windows of a rank is as small as possible. The ranks take
-    the batches in turn. If T does not divide n - 1, the last batch is one window that is shorter than T. The
-    numbers of batches of two ranks differ by at most one, and a rank can have none. So a collective
-    for each batch can hang, unless ranks that have no batch left take part in it too.
+    the batches in turn. If T does not divide n - 1, the last batch is one window that is shorter
+    than T. The numbers of batches of two ranks differ by at most one, and a rank can have none. So
+    a collective for each batch can hang, unless ranks that have no batch left take part in it too.
 
     Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """

@@ -503,10 +503,13 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     The signals no longer interrupt the program. Call the yielded function once per step, together
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
     SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
-    handles signals only when the call returns. A signal that was blocked (signal.pthread_sigmask)
-    before the `with` block is delivered when the block begins. When the block ends, the previous
-    handlers return, but the signals stay unblocked, even if they were blocked before. Only the main
-    thread can use this function. On Windows, another process cannot send a signal that is caught.
+    handles signals only when the call returns. Workers of a DataLoader do not catch the signals:
+    let their worker_init_fn ignore SIGTERM.
+
+    A signal that was blocked (signal.pthread_sigmask) before the `with` block is delivered when the
+    block begins. When the block ends, the previous handlers return, but the signals stay unblocked,
+    even if they were blocked before. Only the main thread can use this function. On Windows,
+    another process cannot send a signal that is caught.
     """
     received = list[int]()
 
@@ -536,7 +539,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     uses stop_signals. `fn` must be a function at the top level of a module, and `args` must be
     picklable. Only the main thread can call spawn. Linux and macOS only. The script needs
     `if __name__ == "__main__":`, because each rank imports the script again. ValueError if `fn` is
-    defined in a notebook.
+    defined in a notebook, and on Windows.
 
     If all ranks end with the same exit code, this code is returned. If not, and a rank has reported
     the error through process_group, the code of the rank that failed first is returned (1 if a
@@ -560,6 +563,8 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
             f"a new process cannot import {fn.__name__} from a notebook: write it to a .py file "
             "and import it from there, as extras/tutorial/notebook.ipynb does"
         )
+    if sys.platform == "win32":
+        raise ValueError("several processes on Windows are not supported: use WSL2")
     # The system chooses a free port. Only this machine can connect to 127.0.0.1.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

@@ -81,7 +81,6 @@ else:
 
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
-HOW_TO_CONTINUE = "To continue, give a higher --epochs or --steps; to start over, --fresh."
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
 JOB_NAMES = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"  # variables with the launcher's name of a job
 # What helps, for errors whose traceback matches a pattern
@@ -209,17 +208,20 @@ def train(flags: Flags, given: set[str]) -> int:
     file. The other flags are taken from the checkpoint, except those in NOT_RESTORED.
     """
     with (
-        usage_errors(),  # for the errors of process_group itself
+        usage_errors(),  # errors of process_group itself become UsageErrors here
         ddp_setup.stop_signals() as asked,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # inside as well: process_group uses the exit code of the error
+        usage_errors(),  # and errors of the block here: process_group uses their exit code
     ):
-        first, share = world.rank == 0, {"rank": world.rank, "world_size": world.size}
+        first = world.rank == 0  # the rank that prints, and that writes unless all ranks do
+        share = {"rank": world.rank, "world_size": world.size}
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads what the run starts from, `state`: a checkpoint, with --init-from a model at
-        # step 0, or {}. All ranks get its small parts, `saved`.
+        # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or, with
+        # --init-from, a model at step 0; or {} for a new model. All ranks get its small parts,
+        # `saved`. wait_together calls a function on each rank, which gets its own result back. An
+        # error on one rank is raised on all.
         state, rejected = ddp_setup.wait_together(
             lambda: find_start(flags, storage) if first else ({}, []), world
         )
@@ -235,8 +237,8 @@ def train(flags: Flags, given: set[str]) -> int:
         corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
         digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
         with usage_errors(f"--data {flags.data}: "):
-            # Of the model of --init-from, "data" is not known. If only some ranks raise this error,
-            # process_group ends the others.
+            # A model from --init-from has no digest of its data, "data". If this is an error on
+            # some ranks only, process_group ends the others.
             if corpus.digest != digest or corpus.digest != saved.get("data", digest):
                 raise ValueError("differs between ranks or from the data of the run; see --fresh")
             train_tokens, val_tokens = chardata.split(
@@ -252,13 +254,21 @@ def train(flags: Flags, given: set[str]) -> int:
         tokens_at = partial(chardata.tokens_before, plan)
         if start_step >= total:
             if first:
-                say(f"The run in {flags.out} is finished: {start_step} steps. {HOW_TO_CONTINUE}")
+                say(
+                    f"The run in {flags.out} is finished: {start_step} steps. To continue, give a "
+                    "higher --epochs or --steps; to start over, --fresh."
+                )
             return DONE
 
         # The model and its optimizers, with the saved weights and moments.
-        used = vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device), "vocab": corpus.vocab}
-        dtype, config = getattr(torch, used["dtype"]), model_config(used)
+        # With the values that "auto" and None stand for
+        resolved = vars(flags) | {
+            "dtype": pick_dtype(flags.dtype, world.device),
+            "vocab": corpus.vocab,
+        }
+        dtype, config = getattr(torch, resolved["dtype"]), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
+        # What config.json says besides the flags. restarted() reads the names of the job.
         machine: State = {name: os.environ.get(name) for name in JOB_NAMES}
         machine |= {"ranks": world.size, "peak_flops": math.nan}
         with suppress(FileNotFoundError):  # no extra: mfu is unknown, the memory is not checked
@@ -285,7 +295,8 @@ def train(flags: Flags, given: set[str]) -> int:
 
         loss_fn: loop.LossFn = gpt.loss
         batches = chardata.steps(plan, **share, accum=flags.accum, start=start_step)
-        if sharding and flags.strategy == "fsdp":  # unlike zero, it needs equal numbers of batches
+        # With fsdp, each micro-batch communicates, so all ranks need equally many.
+        if sharding and flags.strategy == "fsdp":
             batches, loss_fn = sharding.pad_steps(batches, loss_fn, flags.timeout)
         training = loop.train_(
             replica,
@@ -309,10 +320,10 @@ def train(flags: Flags, given: set[str]) -> int:
             storage = extra("board").storage(storage, flags.out, start_step)
 
         # The --out folder. Nothing is written to it before this point.
-        saved_config = {key: used[key] for key in used if key not in NOT_RESTORED}
+        saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
         constants = {"data": digest, "config": saved_config, "vocabulary": vocabulary}
-        prepare = partial(prepare_folder, flags, storage, start_step, rejected, used | machine)
+        prepare = partial(prepare_folder, flags, storage, start_step, rejected, resolved | machine)
         with usage_errors(f"--out {flags.out}: "):
             # The lock is held until this function returns.
             lock, seconds = ddp_setup.wait_together(
@@ -322,41 +333,49 @@ def train(flags: Flags, given: set[str]) -> int:
                 storage.check_shared_folder(flags.out)
 
         log = partial(append_metrics, storage, flags.out, seconds - PROCESS_START)
-        # The last save, and when it should have ended. At first, and always on ranks that write
-        # nothing, this is a call that has nothing to do.
+        # The Future of the last save, and the time at which it should have ended. Before the first
+        # save, and always on ranks that write nothing, it is that of a call that does nothing.
         pool = ThreadPoolExecutor(1)
         writing, saved_step = (pool.submit(bool), 0.0), start_step
         gc.freeze()  # garbage collection starts now, and leaves out the objects that exist
         gc.enable()
-        # The step and the time of the last record. Evaluations and saves move this time forward.
+        # The step and the time of the last record. The time of evaluations and saves is added to
+        # it, so that it does not count for tokens per second.
         logged, logged_at = start_step, time.perf_counter()
         try:
             for step, report in training:
                 val_loss: float | None = None
                 stopped, last = report.stop, step == total
-                evaluating = val_plan.tokens and (last or step % flags.eval_every == 0)
+                evaluating = bool(val_plan.tokens) and (last or step % flags.eval_every == 0)
                 if first and (stopped or last or evaluating or step % flags.log_every == 0):
                     loss, norm = float(report.loss), float(report.grad_norm)  # wait for the device
                     now = time.perf_counter()
                     rate = (tokens_at(step) - tokens_at(logged)) / (now - logged_at)
                     logged, logged_at = step, now
-                    mfu = round(rate * flops_per_token / machine["peak_flops"], 4)
-                    record = {"step": step, "epoch": round(step / steps_per_epoch, 4)}
-                    record |= {"tokens": tokens_at(step), "loss": loss, "grad_norm": norm}
-                    record |= {"lr": report.lr, "tokens_per_s": round(rate, 1), "mfu": mfu}
-                    log(record | {"skipped": int(report.skipped)})
+                    record = {
+                        "step": step,
+                        "epoch": round(step / steps_per_epoch, 4),
+                        "tokens": tokens_at(step),
+                        "loss": loss,
+                        "grad_norm": norm,
+                        "lr": report.lr,
+                        "tokens_per_s": round(rate, 1),
+                        "mfu": round(rate * flops_per_token / machine["peak_flops"], 4),
+                        "skipped": int(report.skipped),
+                    }
+                    log(record)
                     seconds_left = (tokens_at(total) - tokens_at(step)) / rate
                     say(format_record(record, total, seconds_left))
-                # Weights with a loss or gradient that is not finite are saved only at the end.
+                # A step whose loss or gradient is not finite is saved only at a stop or at the end.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # In a step with a pause, isfinite or float has waited for the device, so that no
-                # training is in the pause.
+                # If an evaluation or a save follows, float() or isfinite() has waited for the
+                # device. So none of the time that is measured from here on is training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
                     windows = show_progress(chardata.every_window(val_plan, **share), first)
                     eval_loss = gpt.loss
-                    if sharding:  # zero too: each forward pass communicates
+                    if sharding:  # In an evaluation, each batch communicates under zero too.
                         windows, eval_loss = sharding.pad_batches(replica, windows, eval_loss)
                     val_loss = loop.evaluate(replica, windows, eval_loss, dtype, stop=asked)
                     stopped = val_loss is None  # the evaluation was interrupted
@@ -365,16 +384,15 @@ def train(flags: Flags, given: set[str]) -> int:
                         count = chardata.num_tokens(val_plan.tokens) - 1
                         say(f"step {step}  validation loss {val_loss:.4f} over {count:,} tokens")
 
-                saving = stopped or last or due
-                if saving:
-                    ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
+                if stopped or last or due:
+                    # Training on data that has changed must not become a checkpoint.
                     chardata.verify_unchanged(corpus)
-                    saving = not ddp_setup.any_rank(not ended, world)
-                if saving:
-                    # All ranks help with the snapshot; rank 0, or with shards each rank, writes.
-                    changing = {"step": step, "scaler": scaler.state_dict()}
-                    state = storage.snapshot(replica, optimizers, **changing, **constants)
-                    if first or sharded:
+                    ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
+                    all_ended = not ddp_setup.any_rank(not ended, world)
+                    if all_ended:  # Every rank helps with the snapshot.
+                        changing = {"step": step, "scaler": scaler.state_dict()}
+                        state = storage.snapshot(replica, optimizers, **changing, **constants)
+                    if all_ended and (first or sharded):
                         keep = flags.keep
                         save = pool.submit(storage.save, flags.out, state, step, val_loss, keep)
                         writing, saved_step = (save, time.monotonic() + flags.timeout), step
@@ -384,15 +402,19 @@ def train(flags: Flags, given: set[str]) -> int:
         except loop.Diverged:  # all ranks raise it; the checkpoint that is being written is good
             ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             raise
-        except (ValueError, OSError):  # perhaps on this rank only, so it cannot wait for the others
+        except (
+            ValueError,
+            OSError,
+        ):  # If only this rank has the error, it waits only for its save.
             wait_for_save(*writing)
             raise
         ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
+        # The last step has no checkpoint if its save hangs, was left out, or failed.
         failed = ddp_setup.from_rank_zero(
             lambda: not ended or saved_step != step or writing[0].exception() is not None, world
         )
     if first and failed:
-        tell(f"Error: the checkpoint of step {step} was not written")
+        say_error(f"Error: the checkpoint of step {step} was not written")
     elif first and stopped:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
     elif first:
@@ -443,13 +465,18 @@ def restarted(out: str, storage: ModuleType) -> bool:
     restart. SLURM sets SLURM_RESTART_COUNT for a job that it has put into the queue again.
     """
     config = json.loads(storage.read_text(out, "config.json") or "{}")
-    same = [config.get(name) == os.environ.get(name, "none") != "none" for name in JOB_NAMES]
-    return same[0] or same[1] and "SLURM_RESTART_COUNT" in os.environ
+    names = {name for name in JOB_NAMES if config.get(name, "none") not in (None, "none")}
+    elastic, slurm = (name in names and config[name] == os.environ.get(name) for name in JOB_NAMES)
+    return elastic or (slurm and "SLURM_RESTART_COUNT" in os.environ)
 
 
 def find_start(flags: Flags, storage: ModuleType) -> tuple[State, list[str]]:
-    """Return what the run starts from, {} for a new model, and a line per damaged checkpoint."""
-    state, rejected = State(), list[str]()
+    """Return the state that the run starts from, and a list with a line per damaged checkpoint.
+
+    The state is {} for a new model.
+    """
+    state: State = {}
+    rejected: list[str] = []
     if not flags.fresh or restarted(flags.out, storage):
         state, rejected = find_checkpoint(flags.out, storage)
         if flags.fresh and state:
@@ -471,8 +498,10 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
         # extras/tokenizer.py compares the contents of two tokenizer.json.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
-            made = f"{saved['name']}, made with {flag} {theirs}"
-            raise ValueError(f"{flag} {ours} contradicts {made}; leave it out, or use --fresh")
+            raise ValueError(
+                f"{flag} {ours} contradicts {saved['name']}, made with {flag} {theirs}; "
+                "leave it out, or use --fresh"
+            )
     names = config.keys() - given - NOT_RESTORED
     return replace(flags, **{name: config[name] for name in names})
 
@@ -542,8 +571,8 @@ def prepare_folder(
 ) -> tuple[object, float]:
     """Write the first files into --out. Return its lock, and the seconds the run has taken so far.
 
-    Only rank 0 calls this. Delete an old run for --fresh, set damaged
-    checkpoints aside, and remove the metrics after `step`, because these steps are done again.
+    Only rank 0 calls this. Delete an old run for --fresh, set damaged checkpoints aside, and remove
+    the metrics after `step`, because these steps are done again. config: for config.json.
     """
     storage.make_folder(flags.out)
     lock = storage.lock(flags.out)
@@ -620,7 +649,7 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
     )
 
 
-def tell(text: str) -> None:
+def say_error(text: str) -> None:
     """Print a line on stderr."""
     with suppress(OSError):
         click.echo(CLEAR_LINE + text, err=True)
@@ -628,7 +657,7 @@ def tell(text: str) -> None:
 
 def warn(text: str) -> None:
     """Print a warning on stderr."""
-    tell(f"Warning: {text}")
+    say_error(f"Warning: {text}")
 
 
 warn_once = functools.cache(warn)
@@ -700,7 +729,7 @@ def sample(
     prompt: str | None,
     max_new_tokens: int,
     seed: int | None,
-    **settings: Any,
+    **settings: Any,  # temperature and top_k
 ) -> None:
     """Print text that the newest checkpoint generates.
 
@@ -710,13 +739,14 @@ def sample(
     with usage_errors(), ddp_setup.process_group(device) as world:
         model, state = load_model(out, world.device)
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
+        # kind: char, byte, ids or tokenizer
         codec = extra("tokenizer") if kind == "tokenizer" else chardata
         if prompt is None:  # the first character in a vocabulary is nearly always a new line
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
         ids = codec.encode(prompt, kind, chars).tolist()
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
-        torch.seed() if seed is None else torch.manual_seed(seed)
+        torch.manual_seed(torch.seed() if seed is None else seed)  # gpt.build has used seed 0
     generated = gpt.sample(model, torch.tensor(ids), **settings)
     tokens = chain(ids, islice(generated, max_new_tokens))
     for text in codec.decode(tokens, kind, chars):  # each character when it is complete
@@ -751,7 +781,8 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         first = world.rank == 0
         windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
         batches, dtype = show_progress(windows, first), getattr(torch, flags.dtype)
-        loss = loop.evaluate(model, batches, gpt.loss, dtype) or 0.0  # None only with a `stop`
+        loss = loop.evaluate(model, batches, gpt.loss, dtype)
+        assert loss is not None  # It would be None only after a stop signal.
         chardata.verify_unchanged(corpus)
     if first:
         count = chardata.num_tokens(tokens) - 1
@@ -785,7 +816,7 @@ def train_command(**values: Any) -> None:
 
 def launch(flags: Flags, given: set[str]) -> int:
     """Train in this process, or in the processes that --spawn asks for; return the exit code."""
-    # A stop signal that comes before the ranks handle it stays pending until then.
+    # A stop signal that comes before stop_signals() handles it stays pending until then.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     if flags.spawn is None:
@@ -816,7 +847,7 @@ cli = click.Group(
     },
 )
 click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)(cli)
-with suppress(FileNotFoundError):  # extras/ is optional
+with suppress(FileNotFoundError):  # The folder extras/ is optional.
     extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
     extra("flags").extend(cli, "DDPKIT")
 
@@ -845,18 +876,18 @@ def main(command: Callable[..., int], *args: object) -> None:
     except click.Abort:  # Ctrl-C outside of a training
         code = 130
     except click.ClickException as error:
-        tell("Error: " + " ".join(error.format_message().split()))
+        say_error("Error: " + " ".join(error.format_message().split()))
         code = error.exit_code
     except (ConnectionError, ChildProcessError, FloatingPointError) as error:
-        tell(f"Error: {error}")  # a rank was lost or killed, or the training diverged
+        say_error(f"Error: {error}")  # a rank was lost or killed, or loop.Diverged
     except Exception as error:
         where, trace = f"Error on rank {os.environ.get('RANK', '0')}", traceback.format_exc()
         first_paragraph = " ".join(f"{error}".split("\n\n")[0].split())
         hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, trace)]
         if hints:
-            tell(f"{where}: {type(error).__name__}: {first_paragraph}; {hints[0]}")
+            say_error(f"{where}: {type(error).__name__}: {first_paragraph}; {hints[0]}")
         else:
-            tell(f"{where}: {error!r}\n{trace}")
+            say_error(f"{where}: {error!r}\n{trace}")
     # Leave at once: to free torch takes half a second, and a save that hangs must not keep the
     # process alive. But run the handlers of atexit (coverage, profilers) and flush the output.
     atexit._run_exitfuncs()
