@@ -24,6 +24,7 @@ import ctypes
 import json
 import math
 import os
+import pickle
 import re
 import signal
 import socket
@@ -51,13 +52,13 @@ from torch import nn  # noqa: E402
 
 T = TypeVar("T")
 # Windows has no SIGUSR1.
-LEFT = json.dumps([0, math.inf, ""])  # the state of a rank that has left: see _watch_ranks
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
 
 class LaunchEnv(NamedTuple):
     """What the launcher's environment variables say. The defaults describe a single process."""
 
+    # The first four values are also the first four of World.
     rank: int = 0  # RANK: number of this process, from 0 to world_size - 1
     local_rank: int = 0  # LOCAL_RANK: number of this process on its machine, from 0
     world_size: int = 1  # WORLD_SIZE: number of processes on all machines
@@ -123,9 +124,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         its CPUs: this function sets torch's number of threads. The backend is NCCL for CUDA, else
         gloo.
     timeout: seconds that all ranks may take to connect, and that a rank may wait for other ranks
-        later. A rank that waits longer (up to 10 %) ends with exit code 1, without an exception.
-        One of these ranks prints a line that says where in the program each rank is, or that it
-        does not answer. For other work that may take so long, use wait_together.
+        later. A rank that waits longer ends with exit code 1, without an exception, at most 10 %
+        after the timeout. One of these ranks prints a line that says where in the program each rank
+        is, or that it does not answer. For other work that may take so long, use wait_together.
 
     If an exception leaves the block, this function does not destroy the group, because that could
     wait for a rank that is dead. A program that then wants to use process_group again must call
@@ -133,7 +134,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     the rank:
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (for example, it was killed), one of the other ranks
-      raises ConnectionError, which names the lost rank. NCCL may notice this only after `timeout`.
+      raises ConnectionError, which names the lost rank. With NCCL, the other ranks may not notice
+      that a rank was lost; then they end after `timeout`, as described there.
     - All other ranks raise SystemExit, for which Python prints nothing, because one of the ranks
       listed before reports the error. If such a rank has failed by itself, and its exception has an
       attribute `exit_code` (click's exceptions have one), this is its exit code. Otherwise it is 1.
@@ -145,8 +147,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     sys.exit() and sys.exit(0) inside the block destroy the group and then end the program; if the
     other ranks still use the group, this rank is lost for them. sys.exit() with another code, and
     KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged, the group
-    is not destroyed, and for the other ranks this rank is lost (see above). It is not an error if
-    all ranks exit in this way at the same point of the program.
+    is not destroyed, and for the other ranks this rank is lost (see above). If all ranks exit in
+    this way at the same point of the program, no rank waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
     ConnectionError if not all ranks connect within `timeout`. If the device of a rank is not
@@ -179,7 +181,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             store=store,
             rank=env.rank,
             world_size=env.world_size,
-            # _watch_ranks ends the process earlier, unless the store does not answer.
+            # _watch_ranks ends the process earlier, unless its request to the store hangs.
             timeout=timedelta(seconds=1.25 * timeout),
             device_id=chosen if cuda else None,  # With a device, NCCL connects now.
         )
@@ -194,8 +196,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         finally:
             left.set()
             futures.wait([watch], 6)
-        with suppress(dist.DistError):  # If rank 0 serves the store, it may have left already.
-            store.set(f"state of {env.rank}", LEFT)
+        # Tell _watch_ranks of the others. (If rank 0 serves the store, the store may be gone.)
+        with suppress(dist.DistError):
+            store.set(f"state of {env.rank}", json.dumps([0, math.inf, ""]))
         dist.destroy_process_group()
     except Exception as error:
         _choose_reporter(error, env, store)
@@ -275,7 +278,8 @@ def _connect_to_store(env: LaunchEnv, timeout: float) -> dist.Store:
             timedelta(seconds=timeout),
             multi_tenant=True,
         )
-        # A torchrun agent keeps its store, with all keys, when it restarts its workers.
+        # A torchrun agent keeps its store, with all keys, when it restarts its workers. Under other
+        # launchers there are no restarts, and the prefix is "0": _wait_for_ranks uses it too.
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         return dist.PrefixStore(_agree_on_run_id(store, env, timeout) if restarts else "0", store)
     except dist.DistError as error:
@@ -322,14 +326,15 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> Non
 
     process_group lists these exceptions. Each rank that fails calls this function. A rank whose
     error is only the consequence of another rank's failure waits 1 second first. The store gets at
-    most 6 seconds to answer. Its keys must be those of this process group only, because an earlier
+    most 6 seconds to answer. It must have only the keys of this process group, because an earlier
     group may have failed too.
     """
     # torch.distributed raises Dist...Error, but gloo raises a bare RuntimeError with these texts.
     texts = "^Dist|gloo|Connection (closed|reset)|Application timeout caused pair closure"
     consequence = isinstance(error, RuntimeError) and re.search(texts, repr(error))
 
-    def find_silent_ranks() -> list[str]:
+    def claim_report() -> list[str]:
+        """Raise SystemExit if another rank reports, else return the ranks that have not failed."""
         store.set(f"failed {env.rank}", "")
         if consequence:  # Let the rank that failed first report.
             time.sleep(1)
@@ -339,7 +344,7 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> Non
 
     try:
         # If the network is down, a request to the store never returns. So wait 6 seconds at most.
-        silent = _in_thread(find_silent_ranks).result(6)
+        silent = _in_thread(claim_report).result(6)
     except (dist.DistError, futures.TimeoutError):
         silent = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
     if consequence and silent:
@@ -355,12 +360,16 @@ def _watch_ranks(env: LaunchEnv, store: dist.Store, timeout: float, left: thread
     set. The main thread cannot raise an exception while it waits in a collective, and NCCL would
     end the process without saying which rank waits where.
 
-    20 times per timeout, each rank writes into the store: the value of a clock that all ranks
-    advance, the number of collectives that it has started, and the line where its program is. A
-    rank is stuck if its main thread was at the same place 20 times and started no collective
-    meanwhile. If no other rank has started more collectives than a stuck rank, then this rank waits
-    for the others, or all are stuck. One of them prints where each rank is. A rank that compiles or
-    has left the group has an infinite number of collectives, so that no rank ends.
+    20 times per timeout, each rank writes its state into the store: the value of a clock that all
+    ranks advance, the number of collectives that it has started, and the line where its program is.
+    A rank is stuck if its main thread was at the same place 20 times and started no collective
+    meanwhile. A stuck rank ends if no rank has started more collectives than this rank: then it
+    waits in a collective that other ranks have not started, or all ranks are stuck. The first rank
+    that ends in this way prints where each rank is.
+
+    While one rank compiles, and after one has left the group, no rank ends in this way, because
+    they may be at one place for long without a collective. So such a rank gives its number of
+    collectives as infinite.
     """
     keys = [f"state of {rank}" for rank in range(env.world_size)]
     place, times = None, 0
@@ -376,25 +385,30 @@ def _watch_ranks(env: LaunchEnv, store: dist.Store, timeout: float, left: thread
         for frame in stack:
             if "-packages/torch/" not in frame.filename and frame.filename != __file__:
                 line = f"{Path(frame.filename).name}:{frame.lineno}"
-        where = ["no answer from rank 0"]  # if the store does not answer
-        with suppress(dist.DistError):
+        try:
             clock = store.add("clock", 1)
             store.set(keys[env.rank], json.dumps([clock, started, line]))
             if times < 20:
                 continue
-            states = [json.loads(store.compare_set(key, "", "[0, 0, 0]")) for key in keys]
+            # Read all states. (get would wait for a rank that has not written.)
+            states = [json.loads(store.compare_set(key, "", '[0, 0, ""]')) for key in keys]
             if max(state[1] for state in states) > started:
                 continue
             if store.add("reported", 1) > 1:
                 os._exit(1)
-            alive = clock - 3 * env.world_size  # Since then, each rank has written about 3 times.
+            # All ranks together advance the clock by world_size in each interval.
             where = [
-                f"rank {rank} at {line}" if time > alive else f"no answer from rank {rank}"
-                for rank, (time, _, line) in enumerate(states)
+                f"rank {rank} at {line}"
+                if written > clock - 3 * env.world_size
+                else f"no answer from rank {rank}"
+                for rank, (written, _, line) in enumerate(states)
             ]
-        if times >= 20:
-            print(f"Error: no progress for {timeout:g} s: {', '.join(where)}", file=sys.stderr)
-            os._exit(1)
+        except dist.DistError:  # The connection to the store is lost.
+            if times < 20:
+                continue
+            where = ["no answer from rank 0"]
+        print(f"Error: no progress for {timeout:g} s: {', '.join(where)}", file=sys.stderr)
+        os._exit(1)
 
 
 def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
@@ -473,18 +487,20 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     # A rank that is ready waits in any_rank for the others, which poll every 0.1 seconds.
     while any_rank(not future.done(), world):
         futures.wait([future], timeout=0.1)
-    own, errors = future.exception(), list[Any]([None]) * world.size
+    own = future.exception()
+    errors: list[Any] = [None] * world.size
     dist.all_gather_object(errors, own if isinstance(own, (ValueError, OSError)) else None)
-    if failed := [error for error in errors if error]:
-        raise failed[0]
+    for error in filter(None, errors):
+        raise error
     return future.result()
 
 
 def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
-    All ranks must call this function. The result must be picklable. Everything that `wait_together`
-    says about calls and their errors is true here.
+    All ranks must call this function. The result must be picklable. The rules of wait_together for
+    calls and their errors apply. After another exception than ValueError or OSError on rank 0, the
+    other ranks fail in this function.
     """
     if world.size == 1:
         return make()
@@ -518,13 +534,13 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         if received.count(signal.SIGINT) > 1:
             os._exit(130)
 
-    previous = [signal.signal(number, handle) for number in STOP_SIGNALS]
+    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield lambda: bool(received)
     finally:
-        for number, handler in zip(STOP_SIGNALS, previous):
+        for number, handler in previous.items():
             # The handler is None if it was not installed from Python. It cannot be restored.
             signal.signal(number, handler or signal.SIG_DFL)
 
@@ -538,12 +554,8 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     Each process is a rank and must use process_group. The stop signals are blocked in it until it
     uses stop_signals. `fn` must be a function at the top level of a module, and `args` must be
     picklable. Only the main thread can call spawn. Linux and macOS only. The script needs
-    `if __name__ == "__main__":`, because each rank imports the script again. ValueError if `fn` is
-    defined in a notebook, and on Windows.
-
-    If all ranks end with the same exit code, this code is returned. If not, and a rank has reported
-    the error through process_group, the code of the rank that failed first is returned (1 if a
-    signal killed that rank). In all other cases ChildProcessError is raised.
+    `if __name__ == "__main__":`, because each rank imports the script again. ValueError on
+    Windows, and if `fn` or `args` have a function or class that is defined in a notebook.
 
     A rank prints the traceback of its exception and ends with 1. When a rank fails, the others get
     4 seconds to end and are then killed. When this process gets a stop signal, it sends SIGTERM to
@@ -552,16 +564,17 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
         they are killed. Without this, a rank that hangs keeps this process waiting.
 
-    ChildProcessError, whose message is one line for the user, is raised if no rank has reported an
-    error through process_group and
-    - a signal killed a rank,
-    - a rank did not end within `timeout`, or
-    - a rank ended with an exit code that is neither 0 nor the same for all ranks.
+    If all ranks end with the same exit code, this code is returned. If not, and a rank has reported
+    the error through process_group, the code of the rank that failed first is returned (1 if a
+    signal killed that rank). Otherwise ChildProcessError is raised. Its message, one line for the
+    user, names a rank that a signal killed, that did not end within `timeout`, or that ended with
+    another code than 0.
     """
-    if fn.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+    in_notebook = not hasattr(sys.modules["__main__"], "__file__")
+    if in_notebook and b"__main__" in pickle.dumps((fn, args)):
         raise ValueError(
-            f"a new process cannot import {fn.__name__} from a notebook: write it to a .py file "
-            "and import it from there, as extras/tutorial/notebook.ipynb does"
+            "a new process cannot import functions and classes of a notebook: write them to a .py "
+            "file and import them from there, as extras/tutorial/notebook.ipynb does"
         )
     if sys.platform == "win32":
         raise ValueError("several processes on Windows are not supported: use WSL2")
@@ -616,8 +629,8 @@ def _wait_for_ranks(
                 problem = f"rank {codes.index(None)} did not end, {timeout:g} s after another had"
             for rank in ranks:
                 rank.kill()
-        while to_stop and stop_requested():
-            to_stop.pop().terminate()  # Once per rank: later the rank may no longer catch SIGTERM.
+        while to_stop and stop_requested():  # Only once: later a rank may no longer catch SIGTERM.
+            to_stop.pop().terminate()
         time.sleep(0.02)
     # If all ranks end with the same code, such as 3 for "stopped", the program chose this code.
     if problem and (code < 0 or {*codes} != {code}):
