@@ -221,11 +221,11 @@ def save(
 ) -> Entry:
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
-    state: what snapshot() returned on rank 0; it is only read. loss: the validation loss, which
-    becomes part of the name. keep: if given, prune(folder, keep) follows. The folder is created if
-    needed. ValueError if load() would refuse the file, for example because the model has NaN. After
-    an error in writing, the checkpoints that existed before are untouched, and no temporary file is
-    left. After an error in prune(), the new checkpoint exists too.
+    state: what snapshot() returned on rank 0; it is only read. loss: the validation loss (lower is
+    better), which becomes part of the name. keep: if given, prune(folder, keep) follows. The folder
+    is created if needed. ValueError if load() would refuse the file, for example because the model
+    has NaN. After an error in writing, the checkpoints that existed before are untouched, and no
+    temporary file is left. After an error in prune(), the new checkpoint exists too.
     """
     _check_state(state)
     make_folder(folder)

@@ -51,6 +51,8 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
+# Where the files of Python and of its packages are, and this file: not the program's own lines
+NOT_PROGRAM = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
@@ -175,18 +177,19 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     exit_request = None
     try:
         chosen = _select_device(device, env)
+        store.set(f"state of {env.rank}", '[0, "the start", false]')  # see _watch_ranks
         cuda = chosen.type == "cuda"
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=store,
             rank=env.rank,
             world_size=env.world_size,
-            # _watch_ranks ends the process earlier, unless its request to the store hangs.
-            timeout=timedelta(seconds=1.25 * timeout),
+            # _watch_ranks ends the process earlier, unless it cannot.
+            timeout=timedelta(seconds=2 * timeout),
             device_id=chosen if cuda else None,  # With a device, NCCL connects now.
         )
-        left = threading.Event()
-        watch = _in_thread(lambda: _watch_ranks(env, store, timeout, left))
+        left, main = threading.Event(), threading.get_ident()
+        watch = _in_thread(lambda: _watch_ranks(env, store, timeout, main, left))
         try:
             yield World(*env[:4], chosen)
         except SystemExit as error:
@@ -196,9 +199,6 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         finally:
             left.set()
             futures.wait([watch], 6)
-        # Tell _watch_ranks of the others. (If rank 0 serves the store, the store may be gone.)
-        with suppress(dist.DistError):
-            store.set(f"state of {env.rank}", json.dumps([0, math.inf, ""]))
         dist.destroy_process_group()
     except Exception as error:
         _choose_reporter(error, env, store)
@@ -348,66 +348,58 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> Non
     except (dist.DistError, futures.TimeoutError):
         silent = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
     if consequence and silent:
-        raise ConnectionError(
-            f"no answer from rank {', '.join(silent)} (connection lost)"
-        ) from error
+        # If several are named: a rank can also wait for this rank, and fails when this rank ends.
+        how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
+        raise ConnectionError(f"no answer from rank {' or '.join(silent)} ({how})") from error
 
 
-def _watch_ranks(env: LaunchEnv, store: dist.Store, timeout: float, left: threading.Event) -> None:
-    """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
+def _watch_ranks(
+    env: LaunchEnv, store: dist.Store, timeout: float, main: int, left: threading.Event
+) -> None:
+    """End this process with exit code 1 when a collective has waited for `timeout` seconds.
 
     process_group starts this function in a thread of each rank; it returns when the event `left` is
-    set. The main thread cannot raise an exception while it waits in a collective, and NCCL would
-    end the process without saying which rank waits where.
+    set. main: identifier of the thread that trains. That thread cannot raise an exception while it
+    waits in a collective, and NCCL would end the process without saying which rank waits where.
 
     20 times per timeout, each rank writes its state into the store: the value of a clock that all
-    ranks advance, the number of collectives that it has started, and the line where its program is.
-    A rank is stuck if its main thread was at the same place 20 times and started no collective
-    meanwhile. A stuck rank ends if no rank has started more collectives than this rank: then it
-    waits in a collective that other ranks have not started, or all ranks are stuck. The first rank
-    that ends in this way prints where each rank is.
-
-    While one rank compiles, and after one has left the group, no rank ends in this way, because
-    they may be at one place for long without a collective. So such a rank gives its number of
-    collectives as infinite.
+    ranks advance, the line where its program is, and whether it compiles. A rank is stuck if
+    torch's flight recorder says 20 times in a row that the same collective has started and has not
+    ended. A stuck rank ends, unless a rank compiles. The first one prints where each rank is. Ranks
+    that are in no collective end after 20 more intervals in which they start none.
     """
+    store = store.clone()  # type: ignore[attr-defined]  # The program may wait in the other one.
+    recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.world_size)]
-    place, times = None, 0
+    before, clocks = None, list[int]()  # the clock, for each time in a row that this rank was stuck
     while not left.wait(timeout / 20):
-        stacks = {id: traceback.extract_stack(f) for id, f in sys._current_frames().items()}
-        stack = stacks[threading.main_thread().ident or 0]
-        started = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        if re.search("_dynamo/convert_frame|_inductor/compile_fx", str(stacks)):
-            started = math.inf
-        times = times + 1 if place == (started, stack) and started < math.inf else 0
-        place = started, stack
-        line = "the start"  # the innermost line of the program
-        for frame in stack:
-            if "-packages/torch/" not in frame.filename and frame.filename != __file__:
-                line = f"{Path(frame.filename).name}:{frame.lineno}"
-        try:
+        stacks = {id: [*traceback.walk_stack(f)] for id, f in sys._current_frames().items()}
+        lines = [(frame.f_code.co_filename, number) for frame, number in stacks[main]]
+        program = [f"{Path(f).name}:{n}" for f, n in lines if not f.startswith(NOT_PROGRAM)]
+        compiling = bool(re.search("_dynamo/convert_frame|_inductor/compile_fx", f"{stacks}"))
+        groups = json.loads(dump(False, True))["pg_status"].values()
+        numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
+        waiting = any(started != ended for started, ended in numbers)
+        del stacks  # It holds the local variables of the program.
+        clock, states = 0, list[Any]()
+        with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             clock = store.add("clock", 1)
-            store.set(keys[env.rank], json.dumps([clock, started, line]))
-            if times < 20:
-                continue
-            # Read all states. (get would wait for a rank that has not written.)
-            states = [json.loads(store.compare_set(key, "", '[0, 0, ""]')) for key in keys]
-            if max(state[1] for state in states) > started:
-                continue
-            if store.add("reported", 1) > 1:
-                os._exit(1)
-            # All ranks together advance the clock by world_size in each interval.
+            store.set(keys[env.rank], json.dumps([clock, [*program, "the start"][0], compiling]))
+            waiting = waiting or store.add("reported", 0) > 0
+            if len(clocks) >= 19:
+                states = [json.loads(state) for state in store.multi_get(keys)]
+        clocks = [*clocks, clock] if waiting and numbers == before else []
+        before = numbers
+        if len(clocks) < 20 or any(compiling for _, _, compiling in states):
+            continue
+        if not states or store.add("reported", 1) == 1:
             where = [
-                f"rank {rank} at {line}"
-                if written > clock - 3 * env.world_size
-                else f"no answer from rank {rank}"
-                for rank, (written, _, line) in enumerate(states)
+                f"rank {rank} at {line}" if time > clocks[-4] else f"no answer from rank {rank}"
+                for rank, (time, line, _) in enumerate(states)
             ]
-        except dist.DistError:  # The connection to the store is lost.
-            if times < 20:
-                continue
-            where = ["no answer from rank 0"]
-        print(f"Error: no progress for {timeout:g} s: {', '.join(where)}", file=sys.stderr)
+            text = ", ".join(where or ["no answer from rank 0"])
+            print(f"Error: no progress for {timeout:g} s: {text}", file=sys.stderr)
         os._exit(1)
 
 
@@ -520,7 +512,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
     SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
     handles signals only when the call returns. Workers of a DataLoader do not catch the signals:
-    let their worker_init_fn ignore SIGTERM.
+    keep the signals away from them, as extras/tutorial/stream.py does.
 
     A signal that was blocked (signal.pthread_sigmask) before the `with` block is delivered when the
     block begins. When the block ends, the previous handlers return, but the signals stay unblocked,

@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 # loss_fn(model, micro-batch on the model's device) -> (scalar sum, count of its terms)
-LossFn = Callable[[nn.Module, Any], tuple[Tensor, int]]
+LossFn = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 # waits until the numbers of a tensor are on the host, and returns them
 Reader = Callable[[], list[float]]
 
@@ -70,7 +70,7 @@ class Diverged(FloatingPointError):
 def train_(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    steps: Iterable[tuple[list[Any], int]],
+    steps: Iterable[tuple[list[Any], float]],
     loss_fn: LossFn,
     *,
     start: int = 0,
@@ -98,11 +98,13 @@ def train_(
         that this rank's micro-batches have the weight 0: they are computed, but have no influence
         on gradients and losses. Their loss must be finite, because 0 * NaN is NaN. (BatchNorm
         statistics do change. A parameter that only they use gets the gradient 0 instead of None.)
-    loss_fn: must return a sum, not a mean, and the count of its terms.
+    loss_fn: must return a sum, not a mean, and the count of its terms. With class weights, the sum
+        of the weights can take the place of the count.
     lr_at: lr_at(step), with step = number of finished steps (`start` in the first), returns a
         factor. The learning rate of each parameter group is set to this factor times the group's
         "initial_lr", which is set to the group's "lr" if it does not exist. With None, learning
-        rates are not changed, so a scheduler from torch.optim.lr_scheduler can set them.
+        rates are not changed, so a scheduler from torch.optim.lr_scheduler can set them. To resume
+        such a run, load the scheduler's state and set the "lr" of each group to get_last_lr().
     clip: maximum for the L2 norm of the mean gradient over all parameters of all optimizers.
     dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
@@ -176,13 +178,13 @@ def train_(
         read_flags()
 
 
-def _read_flags(read: Reader, step: int, declared: int, patience: int) -> bool:
+def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool:
     """Return whether a rank asked to stop in this step, or raise the errors of train_."""
     counted, stopping, bad = read()
     # A rank that declares 0 does not know the count. float32 sums on MPS need the tolerance.
     if declared and abs(counted - declared) > 1e-6 * declared:
         raise ValueError(
-            f"step {step}: the declared count is {declared}, but loss_fn counted {counted:g}"
+            f"step {step}: the declared count is {declared:g}, but loss_fn counted {counted:g}"
         )
     if bad >= patience:
         raise Diverged(
@@ -307,6 +309,7 @@ def evaluate(
     stop: is called once per round. A round is one batch on each rank that still has one, so `stop`
         is also called in rounds without a batch on this rank. If it returns true on any rank, all
         ranks return None. On CUDA they notice one round later.
+    For other metrics, loss_fn can add to a tensor; sum it over the ranks with dist.all_reduce.
     The model is in evaluation mode during the call. Then each submodule returns to its own mode,
     also if an exception is raised.
     """
@@ -319,11 +322,12 @@ def evaluate(
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
     no_batch = object()
     # As in train_. On CUDA the list starts with: a rank has a batch, and no rank asks to stop.
-    unread = [lambda: [1.0, 0.0]] * _read_delay(device)
+    unread = [lambda: [1.0, 0.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks that have a batch, number of ranks that ask to stop]
-            flags = torch.zeros_like(sums)
+            # [number of ranks that have a batch, number of ranks that ask to stop, 0]. These are
+            # three numbers, so that a collective of group_batches, which has two, does not fit.
+            flags = sums.new_zeros(3)
             # The assignment of a Python number is a fill on the device. To copy a tensor from the
             # host could wait for the device.
             flags[0] = batch is not no_batch
@@ -336,7 +340,7 @@ def evaluate(
                 sums[1] += count
             wait()
             unread.append(to_host(flags))
-            busy, stopping = unread.pop(0)()
+            busy, stopping, _ = unread.pop(0)()
             if stopping or not busy:
                 break
         _sum_over_ranks_(sums)()
@@ -347,11 +351,11 @@ def evaluate(
 
 
 def group_batches(
-    batches: Iterable[Any], accum: int, count: Callable[[Any], int]
-) -> Iterator[tuple[list[Any], int]]:
+    batches: Iterable[Any], accum: int, count: Callable[[Any], float]
+) -> Iterator[tuple[list[Any], float]]:
     """Group this rank's batches, for example from a DataLoader, into the steps that train_ takes.
 
-    All ranks must iterate over the result together: each step needs one all-reduce of two integers.
+    All ranks must iterate over the result together: each step needs one all-reduce of two numbers.
     accum: number of micro-batches per step; the last step of a rank may have fewer.
     count: count(batch) must return the count that the loss function will return for this batch.
 
@@ -369,7 +373,8 @@ def group_batches(
         remaining = iter(batches)
         while True:
             micro_batches = list(islice(remaining, accum))
-            sums = torch.tensor([sum(map(count, micro_batches)), len(micro_batches)])
+            numbers = [sum(map(count, micro_batches)), len(micro_batches)]
+            sums = torch.tensor(numbers, dtype=torch.float64)
             if dist.is_initialized() and dist.get_backend() == "nccl":
                 sums = to_device(sums, torch.device("cuda"))  # NCCL takes only CUDA tensors
             _sum_over_ranks_(sums)()
@@ -385,7 +390,7 @@ def group_batches(
         if not spare:
             raise ValueError("this rank has no batch; use fewer ranks or smaller batches")
         if total and micro_batches:
-            yield micro_batches, int(total)
+            yield micro_batches, total
         elif total:
             yield spare, 0
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-LossFn = Callable[[nn.Module, Any], tuple[Tensor, int]]
+LossFn = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 STRATEGIES = ("zero", "fsdp")
 
 
@@ -106,8 +106,8 @@ class Padded(NamedTuple):
 
 
 def pad_steps(
-    steps: Iterable[tuple[list[Any], int]], loss_fn: LossFn, timeout: float = 600.0
-) -> tuple[Iterator[tuple[list[Padded], int]], LossFn]:
+    steps: Iterable[tuple[list[Any], float]], loss_fn: LossFn, timeout: float = 600.0
+) -> tuple[Iterator[tuple[list[Padded], float]], LossFn]:
     """Add micro-batches to each step, so that all ranks have the same number of them.
 
     Returns (steps, loss_fn), the arguments for loop.train_, which also needs sync_each=True.
@@ -122,8 +122,8 @@ def pad_steps(
 
 
 def _padded_steps(
-    steps: Iterable[tuple[list[Any], int]], timeout: float
-) -> Iterator[tuple[list[Padded], int]]:
+    steps: Iterable[tuple[list[Any], float]], timeout: float
+) -> Iterator[tuple[list[Padded], float]]:
     with _cpu_group(timeout) as group:
         for batches, total in steps:
             missing = _largest(len(batches), group) - len(batches)
@@ -179,7 +179,9 @@ def _lend_first(first: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
     return first or lent[0]
 
 
-def _padded_loss(loss_fn: LossFn, model: nn.Module, padded: Padded) -> tuple[Tensor, int]:
+def _padded_loss(
+    loss_fn: LossFn, model: nn.Module, padded: Padded
+) -> tuple[Tensor, float | Tensor]:
     loss_sum, count = loss_fn(model, padded.batch)
     return (loss_sum * 0.0, 0) if padded.added else (loss_sum, count)
 

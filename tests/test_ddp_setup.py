@@ -43,6 +43,7 @@ WAITING = (
     "in different lines",
     "rank 1 works",
     "nobody waits",
+    "in a group of their own",
     "rank 1 compiles",
 )
 TIMED_OUT = "DataLoader timed out after 5 seconds"  # as torch writes it
@@ -137,40 +138,44 @@ def kill_rank_1_while_rank_0_computes() -> None:
 
 
 def wait_for_one_another(kind: str) -> None:
-    """The timeout of gloo is set to an hour, so only the thread of process_group can end a rank.
+    """Do what `kind` says; at the end, both ranks meet in a barrier.
 
-    torch.compile is imitated by a function in a file of its name. Under NCCL, the main thread does
-    not see that the other process has died; a sleep imitates this.
+    Unless torch.compile is imitated (by code in a file of its name), gloo's timeout is an hour, so
+    that only the thread of process_group can end a rank.
     """
+    if kind == "the store is lost":
+        # gloo would notice this at once. Imitate NCCL, which waits in a collective.
+        pending = {"last_enqueued_collective": 2, "last_completed_collective": 1}
+        status = json.dumps({"pg_status": {"0": pending}})
+        torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
     init = dist.init_process_group
-    hour = {"timeout": timedelta(hours=1)}
+    hour = {} if kind == "rank 1 compiles" else {"timeout": timedelta(hours=1)}
     dist.init_process_group = lambda *args, **kwargs: init(*args, **{**kwargs, **hour})
-    sleep = partial(time.sleep, 60)
     with ddp_setup.process_group("cpu", timeout=4) as world:
         dist.barrier()
         if world.rank == 1 and kind == "in different lines":
-            sleep()  # here is rank 1
+            time.sleep(60)  # here is rank 1
         if world.rank == 1 and kind == "rank 1 works":
             while True:
                 sum(range(1000))
                 sum(range(1001))  # here rank 1 works
-        if kind == "nobody waits":  # Both work for twice the timeout, and then still agree.
-            end = time.monotonic() + 8
-            while time.monotonic() < end:
-                sum(range(1000))
-                sum(range(1001))
+        if kind == "nobody waits":  # Both are in one line for twice the timeout.
+            time.sleep(8)
+        if kind == "in a group of their own":  # WORLD has no collective for twice the timeout.
+            group, end = dist.new_group([0, 1]), time.monotonic() + 8
+            while ddp_setup.from_rank_zero(lambda: time.monotonic() < end, world):
+                for _ in range(50):
+                    dist.all_reduce(torch.ones(1), group=group)
         if kind == "rank 1 compiles" and world.rank == 1:
-            source = "import time\ntime.sleep(9)"
-            exec(compile(source, "/torch/_dynamo/convert_frame.py", "exec"))
-        if kind == "rank 1 has left":
-            if world.rank == 1:
-                return
-            time.sleep(9)
+            exec(compile("import time\ntime.sleep(6)", "/torch/_dynamo/convert_frame.py", "exec"))
+        if kind in ("rank 0 has left", "rank 1 has left"):
+            if str(world.rank) not in kind:
+                time.sleep(9)
             return
         if kind == "the store is lost":
             if world.rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            sleep()
+            time.sleep(60)
         dist.barrier()  # here the others are
 
 
@@ -531,7 +536,8 @@ def runs(tmp_path_factory):
     with ahead(
         stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
         **{kind: spawned("wait_for_one_another", kind) for kind in WAITING},
-        left=partial(launch_without_launcher, "wait_for_one_another", "rank 1 has left"),
+        left_0=partial(launch_without_launcher, "wait_for_one_another", "rank 0 has left"),
+        left_1=partial(launch_without_launcher, "wait_for_one_another", "rank 1 has left"),
         lost_store=partial(launch_without_launcher, "wait_for_one_another", "the store is lost"),
         longer=spawned("work_longer_than_the_timeout", writes=True),
         spawn=spawned("agree_and_fail", "01", writes=True),
@@ -603,7 +609,7 @@ def test_ranks_that_wait_for_one_another_are_named_with_their_lines(runs):
     ended = runs("in different lines")
     waits, sleeps = (
         line_of("dist.barrier()  # here the others"),
-        line_of("sleep()  # here is rank 1"),
+        line_of("time.sleep(60)  # here is rank 1"),
     )
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, rank 1 at {sleeps}"
@@ -621,7 +627,9 @@ def test_a_rank_that_works_while_another_waits_for_it_is_named_with_a_line_of_it
     ]
 
 
-@pytest.mark.parametrize("run", ["nobody waits", "rank 1 compiles", "left"])
+@pytest.mark.parametrize(
+    "run", ["nobody waits", "in a group of their own", "rank 1 compiles", "left_0", "left_1"]
+)
 def test_work_without_collectives_may_take_longer_than_the_timeout(runs, run):
     ended = runs(run)
     assert {*ended.codes} == {0} and ended.lines() == []

@@ -64,7 +64,11 @@ def test_table_of_parts_explains_functions_of_the_script():
 @pytest.mark.parametrize("line", run_commands(README))
 def test_command_is_accepted_by_the_program(line):
     words = line.split("run.py")[1].split()
-    if words and words[0] in ("info", "plot", "export", "doctor") and not (ROOT / "extras").exists():
+    if (
+        words
+        and words[0] in ("info", "plot", "export", "doctor")
+        and not (ROOT / "extras").exists()
+    ):
         pytest.skip("this command is in extras/")
     parse_command(line)
 

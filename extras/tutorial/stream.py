@@ -63,12 +63,15 @@ class RankBatches(IterableDataset):
             yield torch.tensor(inputs).reshape(-1, 20), torch.tensor(targets, dtype=torch.long)
 
 
-def ignore_sigterm(worker_id):
-    """Let only the rank react to SIGTERM, which torchrun and SLURM also send to its workers.
+def keep_signals_away(worker_id):
+    """Let a worker of the DataLoader live until the rank has reacted to a stop signal.
 
-    Otherwise the workers end at once, and the rank fails before it can save.
+    torchrun and the terminal send signals to a process group; setsid takes the worker out of it.
+    SLURM can send SIGUSR1 to all processes. SIGTERM must still end the worker: Python sends it to
+    the worker when the rank fails, and then waits for the worker.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.setsid()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def loss_fn(model, batch):
@@ -103,7 +106,7 @@ def main(world, stop, workers):
 
     dataset = RankBatches(position, world.rank, world.size)
     loader = DataLoader(
-        dataset, batch_size=None, num_workers=workers, worker_init_fn=ignore_sigterm
+        dataset, batch_size=None, num_workers=workers, worker_init_fn=keep_signals_away
     )
     steps = loop.group_batches(loader, accum=1, count=lambda batch: len(batch[1]))
     for step, report in loop.train_(

@@ -228,6 +228,24 @@ def test_a_stream_that_was_stopped_continues_with_the_next_row(
         assert same(resumed.state, unbroken("stream.py", after[0], 0).state)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_beside_workers_of_a_dataloader_ends_the_program(tmp_path, ranks):
+    script = tmp_path / "stream.py"
+    text, line = (TUTORIAL / "stream.py").read_text(), "        position = position + "
+    assert text.count(line) == 1
+    script.write_text(text.replace(line, f"        raise RuntimeError('mine')\n{line}"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *(launcher if ranks > 1 else []), script, "2"],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}"},
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "RuntimeError: mine" in done.stderr
+
+
 def test_a_stream_that_was_read_to_its_end_stays_as_it_is(tmp_path):
     first = run("stream.py", tmp_path)
     again = run("stream.py", tmp_path)

@@ -232,7 +232,9 @@ def test_a_collective_that_one_rank_does_not_reach_ends_with_one_line(trials):
             where = [f"rank {rank} at {script.name}:{n}" for rank, n in places.items()]
             assert line == f"Error: no progress for 3 s: {', '.join(where)}", about
         else:
-            assert line == f"no answer from rank {missing} (connection lost)", about
+            # Of three ranks, one can wait for the rank that reports.
+            pattern = rf"no answer from rank (\d or )?{missing}( or \d)? \(connection lost\)"
+            assert re.fullmatch(pattern, line), about
 
     trials("a collective that one rank does not reach", trial, few=1, many=len(cases))
 
