@@ -237,10 +237,12 @@ def train(flags: Flags, given: set[str]) -> int:
         corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
         digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
         with usage_errors(f"--data {flags.data}: "):
-            # A model from --init-from has no digest of its data, "data". If this is an error on
-            # some ranks only, process_group ends the others.
-            if corpus.digest != digest or corpus.digest != saved.get("data", digest):
-                raise ValueError("differs between ranks or from the data of the run; see --fresh")
+            # If this is an error on some ranks only, process_group ends the others.
+            if corpus.digest != digest:
+                raise ValueError("is not the same on all ranks")
+            if digest != saved.get("data", digest):  # A model from --init-from has no "data".
+                where = f"the data of the run in {flags.out}"
+                raise ValueError(f"is not {where}; name another --out, or start over with --fresh")
             train_tokens, val_tokens = chardata.split(
                 corpus.tokens, flags.val_fraction, flags.eval_tokens
             )
@@ -418,7 +420,7 @@ def train(flags: Flags, given: set[str]) -> int:
     elif first and stopped:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
     elif first:
-        say(f"Done: {total} steps; see {flags.out}. To print text from the model: run.py sample")
+        say(f"Done: {total} steps. To print text: python run.py sample --out {flags.out}")
     return FAILED if failed else STOPPED if stopped else DONE
 
 

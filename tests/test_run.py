@@ -138,7 +138,7 @@ def test_losses_and_weights_do_not_depend_on_launcher_ranks_and_accum(done, laun
 
 def test_only_rank_0_prints(done):
     def text(ran: Ran) -> str:
-        return re.sub(r"[\d,]+ tokens/s|  mfu \d+%|eta [\d:]+|see .*", "", ran.out)
+        return re.sub(r"[\d,]+ tokens/s|  mfu \d+%|eta [\d:]+|--out .*", "", ran.out)
 
     alone, three = done("alone")[0], done("spawn 3")[0]
     assert text(three) == text(alone)
@@ -630,7 +630,7 @@ def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replace
     others = [row for row in rows if "  eta " not in row]
     assert re.fullmatch(r"step 50  validation loss \d\.\d{4} over \d+ tokens", others[0])
     assert re.fullmatch(r"step 100  validation loss \d\.\d{4} over \d+ tokens", others[1])
-    assert others[2].startswith("Done: 100 steps") and others[-1].endswith("run.py sample")
+    assert others[2].startswith("Done: 100 steps") and others[-1].endswith(f"run.py sample --out {out}")
     assert b"evaluation: batch 1" in heard and len(others) == 3
 
 
