@@ -189,7 +189,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             device_id=chosen if cuda else None,  # With a device, NCCL connects now.
         )
         left, main = threading.Event(), threading.get_ident()
-        watch = _in_thread(lambda: _watch_ranks(env, store, timeout, main, left))
+        # A connection of its own, because a request of the program may block the other one.
+        connection = store.clone()  # type: ignore[attr-defined]
+        watch = _in_thread(lambda: _watch_ranks(env, connection, timeout, main, left))
         try:
             yield World(*env[:4], chosen)
         except SystemExit as error:
@@ -368,7 +370,6 @@ def _watch_ranks(
     ended. A stuck rank ends, unless a rank compiles. The first one prints where each rank is. Ranks
     that are in no collective end after 20 more intervals in which they start none.
     """
-    store = store.clone()  # type: ignore[attr-defined]  # The program may wait in the other one.
     recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.world_size)]

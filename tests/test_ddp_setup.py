@@ -533,24 +533,31 @@ def runs(tmp_path_factory):
     def spawned(name: str, *args: str, writes: bool = False):
         return partial(launch, SPAWN, name, *args, writes=writes)
 
-    with ahead(
-        stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
-        **{kind: spawned("wait_for_one_another", kind) for kind in WAITING},
-        left_0=partial(launch_without_launcher, "wait_for_one_another", "rank 0 has left"),
-        left_1=partial(launch_without_launcher, "wait_for_one_another", "rank 1 has left"),
-        lost_store=partial(launch_without_launcher, "wait_for_one_another", "the store is lost"),
-        longer=spawned("work_longer_than_the_timeout", writes=True),
-        spawn=spawned("agree_and_fail", "01", writes=True),
-        torchrun=partial(launch, TORCHRUN, "agree_and_fail", "1", TIMED_OUT, writes=True),
-        no_launcher=partial(launch_without_launcher, "agree_and_fail", "0", writes=True),
-        killed=spawned("kill_rank_1_while_rank_0_computes"),
-        never_ends=spawned("rank_1_never_ends"),
-        exit_7=spawned("exit_inside_the_block", "1", "7"),
-        exit_0=spawned("exit_inside_the_block", "1", "0"),
-        second_error=spawned("fail_in_the_second_group", "error"),
-        second_killed=spawned("fail_in_the_second_group", "killed"),
-    ) as begun:
-        yield lambda name: begun[name].result()
+    # The runs of the second pool mostly sleep.
+    with (
+        ahead(
+            longer=spawned("work_longer_than_the_timeout", writes=True),
+            spawn=spawned("agree_and_fail", "01", writes=True),
+            torchrun=partial(launch, TORCHRUN, "agree_and_fail", "1", TIMED_OUT, writes=True),
+            no_launcher=partial(launch_without_launcher, "agree_and_fail", "0", writes=True),
+            killed=spawned("kill_rank_1_while_rank_0_computes"),
+            never_ends=spawned("rank_1_never_ends"),
+            exit_7=spawned("exit_inside_the_block", "1", "7"),
+            exit_0=spawned("exit_inside_the_block", "1", "0"),
+            second_error=spawned("fail_in_the_second_group", "error"),
+            second_killed=spawned("fail_in_the_second_group", "killed"),
+        ) as begun,
+        ahead(
+            stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
+            **{kind: spawned("wait_for_one_another", kind) for kind in WAITING},
+            left_0=partial(launch_without_launcher, "wait_for_one_another", "rank 0 has left"),
+            left_1=partial(launch_without_launcher, "wait_for_one_another", "rank 1 has left"),
+            lost_store=partial(
+                launch_without_launcher, "wait_for_one_another", "the store is lost"
+            ),
+        ) as waiting,
+    ):
+        yield lambda name: {**begun, **waiting}[name].result()
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun", "no_launcher"])
