@@ -247,6 +247,8 @@ def _backward_(
         getattr(model, "_check_reducer_finalized", bool)()  # a method of DistributedDataParallel
     except RuntimeError:  # torch itself raises it in the next forward pass, after the update
         unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        if not unused:
+            raise
         raise ValueError(
             f"the loss does not use all parameters in each step ({', '.join(unused[:3])}): "
             "DistributedDataParallel needs find_unused_parameters=True"

@@ -88,7 +88,7 @@ HINTS = {
     "out of memory|allocate memory|failed to map|new thread|MemoryError": (
         "a higher --accum or --checkpoint-activations needs less memory"
     ),
-    r"torch._inductor|torch\._dynamo\.exc": "--no-compile trains without torch.compile",
+    r"torch[./]_inductor|torch\._dynamo\.exc": "--no-compile trains without torch.compile",
 }
 CLEAR_LINE = "\033[G\033[K"  # clears "evaluation: batch N"; click removes it outside a terminal
 
