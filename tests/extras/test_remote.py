@@ -543,7 +543,7 @@ def test_a_run_goes_on_from_s3_with_nothing_local_and_says_no_credentials(
     before = [name for name in listed(folder) if name.endswith(".pt")]
     ended = run(*more)
     assert ended.code == 0 and ended.err == "" and len(before) in (2, 3), ended
-    assert f"see {folder}." in ended.out
+    assert ended.out.endswith(f"--out {folder}\n")
     out = fetched(folder, tmp_path / "fetched")
     assert same_training(out, undisturbed(1))
     assert len(list(out.glob("step-*.pt"))) in (2, 3)  # the last two, and the best
