@@ -128,7 +128,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     timeout: seconds that all ranks may take to connect, and that a rank may wait for other ranks
         later. A rank that waits longer ends with exit code 1, without an exception, at most 10 %
         after the timeout. One of these ranks prints a line that says where in the program each rank
-        is, or that it does not answer. For other work that may take so long, use wait_together.
+        is, or that it does not answer. Work that takes so long while other ranks wait belongs in
+        wait_together. A collective fails after twice the timeout, in case that a rank compiles or
+        that the store does not answer.
 
     If an exception leaves the block, this function does not destroy the group, because that could
     wait for a rank that is dead. A program that then wants to use process_group again must call
@@ -200,7 +202,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             exit_request = error
         finally:
             left.set()
-            futures.wait([watch], 6)
+        futures.wait([watch], 6)  # It may wait for the store.
         dist.destroy_process_group()
     except Exception as error:
         _choose_reporter(error, env, store)
