@@ -186,7 +186,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             store=store,
             rank=env.rank,
             world_size=env.world_size,
-            # _watch_ranks ends the process earlier, unless it cannot.
+            # _watch_ranks ends the process earlier, unless a rank compiles or the store is silent.
             timeout=timedelta(seconds=2 * timeout),
             device_id=chosen if cuda else None,  # With a device, NCCL connects now.
         )

@@ -324,12 +324,12 @@ def evaluate(
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
     no_batch = object()
     # As in train_. On CUDA the list starts with: a rank has a batch, and no rank asks to stop.
-    unread = [lambda: [1.0, 0.0, 0.0]] * _read_delay(device)
+    unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks that have a batch, number of ranks that ask to stop, 0]. These are
-            # three numbers, so that a collective of group_batches, which has two, does not fit.
-            flags = sums.new_zeros(3)
+            # [number of ranks that have a batch, number of ranks that ask to stop, 0, 0]. No other
+            # collective of this file has four numbers. So if only some ranks evaluate, it fails.
+            flags = sums.new_zeros(4)
             # The assignment of a Python number is a fill on the device. To copy a tensor from the
             # host could wait for the device.
             flags[0] = batch is not no_batch
@@ -342,7 +342,7 @@ def evaluate(
                 sums[1] += count
             wait()
             unread.append(to_host(flags))
-            busy, stopping, _ = unread.pop(0)()
+            busy, stopping, *_ = unread.pop(0)()
             if stopping or not busy:
                 break
         _sum_over_ranks_(sums)()

@@ -88,7 +88,9 @@ HINTS = {
     "out of memory|allocate memory|failed to map|new thread|MemoryError": (
         "a higher --accum or --checkpoint-activations needs less memory"
     ),
-    r"torch[./]_inductor|torch\._dynamo\.exc": "--no-compile trains without torch.compile",
+    r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
+        "--no-compile trains without torch.compile"
+    ),
 }
 CLEAR_LINE = "\033[G\033[K"  # clears "evaluation: batch N"; click removes it outside a terminal
 
@@ -404,11 +406,8 @@ def train(flags: Flags, given: set[str]) -> int:
         except loop.Diverged:  # all ranks raise it; the checkpoint that is being written is good
             ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             raise
-        except (
-            ValueError,
-            OSError,
-        ):  # If only this rank has the error, it waits only for its save.
-            wait_for_save(*writing)
+        except (ValueError, OSError):
+            wait_for_save(*writing)  # only for its own save, as the other ranks may have no error
             raise
         ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
         # The last step has no checkpoint if its save hangs, was left out, or failed.
@@ -467,8 +466,10 @@ def restarted(out: str, storage: ModuleType) -> bool:
     restart. SLURM sets SLURM_RESTART_COUNT for a job that it has put into the queue again.
     """
     config = json.loads(storage.read_text(out, "config.json") or "{}")
-    names = {name for name in JOB_NAMES if config.get(name, "none") not in (None, "none")}
-    elastic, slurm = (name in names and config[name] == os.environ.get(name) for name in JOB_NAMES)
+    elastic, slurm = (
+        os.environ.get(name, "none") != "none" and config.get(name) == os.environ[name]
+        for name in JOB_NAMES
+    )
     return elastic or (slurm and "SLURM_RESTART_COUNT" in os.environ)
 
 
@@ -748,7 +749,10 @@ def sample(
         ids = codec.encode(prompt, kind, chars).tolist()
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
-        torch.manual_seed(torch.seed() if seed is None else seed)  # gpt.build has used seed 0
+        if seed is None:
+            torch.seed()  # gpt.build has used seed 0
+        else:
+            torch.manual_seed(seed)
     generated = gpt.sample(model, torch.tensor(ids), **settings)
     tokens = chain(ids, islice(generated, max_new_tokens))
     for text in codec.decode(tokens, kind, chars):  # each character when it is complete

@@ -550,6 +550,7 @@ def runs(tmp_path_factory):
         ahead(
             stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
             **{kind: spawned("wait_for_one_another", kind) for kind in WAITING},
+            alone=partial(launch_without_launcher, "wait_for_one_another", "in different lines"),
             left_0=partial(launch_without_launcher, "wait_for_one_another", "rank 0 has left"),
             left_1=partial(launch_without_launcher, "wait_for_one_another", "rank 1 has left"),
             lost_store=partial(
@@ -621,6 +622,11 @@ def test_ranks_that_wait_for_one_another_are_named_with_their_lines(runs):
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, rank 1 at {sleeps}"
     ]
+
+
+def test_a_rank_that_is_in_no_collective_ends_after_the_report_without_a_launcher(runs):
+    ended = runs("alone")
+    assert ended.codes == [1, 1] and len(ended.lines()) == 1
 
 
 def test_a_rank_that_works_while_another_waits_for_it_is_named_with_a_line_of_its_work(runs):
