@@ -370,7 +370,8 @@ def _watch_ranks(
     ranks advance, the line where its program is, and whether it compiles. A rank is stuck if
     torch's flight recorder says 20 times in a row that the same collective has started and has not
     ended. A stuck rank ends, unless a rank compiles. The first one prints where each rank is. Ranks
-    that are in no collective end after 20 more intervals in which they start none.
+    that are in no collective end after 20 more intervals in which they start none, if the store is
+    still there.
     """
     recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)

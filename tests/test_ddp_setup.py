@@ -155,6 +155,8 @@ def wait_for_one_another(kind: str) -> None:
         dist.barrier()
         if world.rank == 1 and kind == "in different lines":
             time.sleep(60)  # here is rank 1
+        if world.rank == 0 and kind == "rank 0 is elsewhere":  # It serves the store.
+            time.sleep(60)
         if world.rank == 1 and kind == "rank 1 works":
             while True:
                 sum(range(1000))
@@ -550,7 +552,7 @@ def runs(tmp_path_factory):
         ahead(
             stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
             **{kind: spawned("wait_for_one_another", kind) for kind in WAITING},
-            alone=partial(launch_without_launcher, "wait_for_one_another", "in different lines"),
+            alone=partial(launch_without_launcher, "wait_for_one_another", "rank 0 is elsewhere"),
             left_0=partial(launch_without_launcher, "wait_for_one_another", "rank 0 has left"),
             left_1=partial(launch_without_launcher, "wait_for_one_another", "rank 1 has left"),
             lost_store=partial(
