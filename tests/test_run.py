@@ -630,7 +630,9 @@ def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replace
     others = [row for row in rows if "  eta " not in row]
     assert re.fullmatch(r"step 50  validation loss \d\.\d{4} over \d+ tokens", others[0])
     assert re.fullmatch(r"step 100  validation loss \d\.\d{4} over \d+ tokens", others[1])
-    assert others[2].startswith("Done: 100 steps") and others[-1].endswith(f"run.py sample --out {out}")
+    assert others[2].startswith("Done: 100 steps") and others[-1].endswith(
+        f"run.py sample --out {out}"
+    )
     assert b"evaluation: batch 1" in heard and len(others) == 3
 
 
