@@ -216,7 +216,6 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # and errors of the block here: process_group uses their exit code
     ):
         first = world.rank == 0  # the rank that prints, and that writes unless all ranks do
-        share = {"rank": world.rank, "world_size": world.size}
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
@@ -234,26 +233,7 @@ def train(flags: Flags, given: set[str]) -> int:
         if flags.min_lr > flags.lr:
             raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
 
-        # The data must be the same on all ranks (from_rank_zero returns rank 0's digest on all).
-        chars = saved["vocabulary"]["chars"] if saved else ""
-        corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
-        digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
-        with usage_errors(f"--data {flags.data}: "):
-            # If this is an error on some ranks only, process_group ends the others.
-            if corpus.digest != digest:
-                raise ValueError("is not the same on all ranks")
-            if digest != saved.get("data", digest):  # A model from --init-from has no "data".
-                where = f"the data of the run in {flags.out}"
-                raise ValueError(f"is not {where}; name another --out, or start over with --fresh")
-            train_tokens, val_tokens = chardata.split(
-                corpus.tokens, flags.val_fraction, flags.eval_tokens
-            )
-            block_size = flags.block_size
-            plan = chardata.BatchPlan(
-                train_tokens, block_size, flags.batch_size, flags.seed, corpus.vocab
-            )
-            val_plan = plan._replace(tokens=val_tokens, batch_size=EVAL_BATCH // block_size or 1)
-            steps_per_epoch = chardata.steps_per_epoch(plan)
+        corpus, plan, val_plan, steps_per_epoch = load_data(flags, saved, world)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
         if start_step >= total:
@@ -264,29 +244,27 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        # The model and its optimizers, with the saved weights and moments.
-        # With the values that "auto" and None stand for
-        resolved = vars(flags) | {
-            "dtype": pick_dtype(flags.dtype, world.device),
-            "vocab": corpus.vocab,
-        }
-        dtype, config = getattr(torch, resolved["dtype"]), model_config(resolved)
+        # The flags, with the values that "auto" and None stand for.
+        dtype_name = pick_dtype(flags.dtype, world.device)
+        resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
+        dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
         # What config.json says besides the flags. restarted() reads the names of the job.
-        machine: State = {name: os.environ.get(name) for name in JOB_NAMES}
-        machine |= {"ranks": world.size, "peak_flops": math.nan}
+        machine: State = {name: os.environ.get(name) for name in JOB_NAMES} | {"ranks": world.size}
         with suppress(FileNotFoundError):  # no extra: mfu is unknown, the memory is not checked
             check_and_describe = extra("machine").check_and_describe
             machine |= check_and_describe(world.device, dtype, world.size, flags.strategy, config)
+        peak_flops = machine.get("peak_flops", math.nan)
+
+        # The model and its optimizers, with the saved weights and moments.
         model = gpt.build(config, flags.seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
             gpt.compile_(model)
-        sharding = extra("fsdp") if flags.strategy != "ddp" and world.size > 1 else None
-        if sharding:
-            blocks = [*model.blocks]
-            replica = sharding.shard_(model, world.size, world.device, blocks, flags.strategy)
-        else:
+        if flags.strategy == "ddp":
             replica = ddp_setup.replicate(model, world)
+        else:
+            blocks, shard_ = [*model.blocks], extra("fsdp").shard_
+            replica = shard_(model, world.size, world.device, blocks, flags.strategy)
         if flags.compress == "bf16":
             extra("fsdp").compress_(replica)
         optimizers = make_optimizers(model, flags)
@@ -298,14 +276,16 @@ def train(flags: Flags, given: set[str]) -> int:
                 scaler.load_state_dict(saved["scaler"])
 
         loss_fn: loop.LossFn = gpt.loss
-        batches = chardata.steps(plan, **share, accum=flags.accum, start=start_step)
+        steps = chardata.steps(
+            plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
+        )
         # With fsdp, each micro-batch communicates, so all ranks need equally many.
-        if sharding and flags.strategy == "fsdp":
-            batches, loss_fn = sharding.pad_steps(batches, loss_fn, flags.timeout)
+        if flags.strategy == "fsdp":
+            steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         training = loop.train_(
             replica,
             optimizers,
-            batches,
+            steps,
             loss_fn,
             start=start_step,
             # a factor of --lr
@@ -326,7 +306,7 @@ def train(flags: Flags, given: set[str]) -> int:
         # The --out folder. Nothing is written to it before this point.
         saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
-        constants = {"data": digest, "config": saved_config, "vocabulary": vocabulary}
+        constants = {"data": corpus.digest, "config": saved_config, "vocabulary": vocabulary}
         prepare = partial(prepare_folder, flags, storage, start_step, rejected, resolved | machine)
         with usage_errors(f"--out {flags.out}: "):
             # The lock is held until this function returns.
@@ -336,11 +316,19 @@ def train(flags: Flags, given: set[str]) -> int:
             if sharded:
                 storage.check_shared_folder(flags.out)
 
+        if first:
+            kind = f"{world.size} x {world.device.type}, {dtype_name}"
+            say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out, seconds - PROCESS_START)
         # The Future of the last save, and the time at which it should have ended. Before the first
         # save, and always on ranks that write nothing, it is that of a call that does nothing.
         pool = ThreadPoolExecutor(1)
         writing, saved_step = (pool.submit(bool), 0.0), start_step
+
+        def wait_for_saves() -> bool:  # of all ranks; False if a save has not ended in time
+            ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
+            return not ddp_setup.any_rank(not ended, world)
+
         gc.freeze()  # garbage collection starts now, and leaves out the objects that exist
         gc.enable()
         # The step and the time of the last record. The time of evaluations and saves is added to
@@ -364,7 +352,7 @@ def train(flags: Flags, given: set[str]) -> int:
                         "grad_norm": norm,
                         "lr": report.lr,
                         "tokens_per_s": round(rate, 1),
-                        "mfu": round(rate * flops_per_token / machine["peak_flops"], 4),
+                        "mfu": round(rate * flops_per_token / peak_flops, 4),
                         "skipped": int(report.skipped),
                     }
                     log(record)
@@ -377,11 +365,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
-                    windows = show_progress(chardata.every_window(val_plan, **share), first)
-                    eval_loss = gpt.loss
-                    if sharding:  # In an evaluation, each batch communicates under zero too.
-                        windows, eval_loss = sharding.pad_batches(replica, windows, eval_loss)
-                    val_loss = loop.evaluate(replica, windows, eval_loss, dtype, stop=asked)
+                    val_loss = validate(replica, val_plan, world, dtype, flags.strategy, asked)
                     stopped = val_loss is None  # the evaluation was interrupted
                     if first and not stopped:
                         log({"step": step, "val_loss": val_loss})
@@ -391,36 +375,33 @@ def train(flags: Flags, given: set[str]) -> int:
                 if stopped or last or due:
                     # Training on data that has changed must not become a checkpoint.
                     chardata.verify_unchanged(corpus)
-                    ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
-                    all_ended = not ddp_setup.any_rank(not ended, world)
-                    if all_ended:  # Every rank helps with the snapshot.
-                        changing = {"step": step, "scaler": scaler.state_dict()}
-                        state = storage.snapshot(replica, optimizers, **changing, **constants)
-                    if all_ended and (first or sharded):
-                        keep = flags.keep
-                        save = pool.submit(storage.save, flags.out, state, step, val_loss, keep)
-                        writing, saved_step = (save, time.monotonic() + flags.timeout), step
+                    if wait_for_saves():
+                        saved_step, keep = step, flags.keep
+                        state = storage.snapshot(  # every rank helps with it
+                            replica, optimizers, step=step, scaler=scaler.state_dict(), **constants
+                        )
+                        if first or sharded:
+                            save = pool.submit(storage.save, flags.out, state, step, val_loss, keep)
+                            writing = save, time.monotonic() + flags.timeout
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
         except loop.Diverged:  # all ranks raise it; the checkpoint that is being written is good
-            ddp_setup.wait_together(partial(wait_for_save, *writing), world)
+            wait_for_saves()
             raise
         except (ValueError, OSError):
             wait_for_save(*writing)  # only for its own save, as the other ranks may have no error
             raise
-        ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
         # The last step has no checkpoint if its save hangs, was left out, or failed.
-        failed = ddp_setup.from_rank_zero(
-            lambda: not ended or saved_step != step or writing[0].exception() is not None, world
-        )
+        failed = not wait_for_saves() or saved_step != step or writing[0].exception() is not None
+        failed = ddp_setup.any_rank(failed, world)
     if first and failed:
         say_error(f"Error: the checkpoint of step {step} was not written")
-    elif first and stopped:
+    elif first and step < total:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
     elif first:
         say(f"Done: {total} steps. To print text: python run.py sample --out {flags.out}")
-    return FAILED if failed else STOPPED if stopped else DONE
+    return FAILED if failed else STOPPED if step < total else DONE
 
 
 # ------------------------------------------------------------------------------ the parts of train
@@ -520,6 +501,48 @@ def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
         read = partial(extra("tokenizer").read_corpus, chardata)
     # [] stands for the default text.
     return read([] if flags.data is None else list_files(data), flags.tokenizer, chars, flags.vocab)
+
+
+def load_data(
+    flags: Flags, saved: State, world: ddp_setup.World
+) -> tuple[chardata.Corpus, chardata.BatchPlan, chardata.BatchPlan, int]:
+    """Return the data, the plans for training and validation, and the number of steps per epoch.
+
+    All ranks call this. ValueError if the data is too short, or is not the same on all ranks or not
+    that of the checkpoint.
+    """
+    chars = saved["vocabulary"]["chars"] if saved else ""
+    corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
+    digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)  # that of rank 0, on all ranks
+    with usage_errors(f"--data {flags.data}: "):
+        # If this is an error on some ranks only, process_group ends the others.
+        if corpus.digest != digest:
+            raise ValueError("is not the same on all ranks")
+        if digest != saved.get("data", digest):  # A model from --init-from has no "data".
+            where = f"the data of the run in {flags.out}"
+            raise ValueError(f"is not {where}; name another --out, or start over with --fresh")
+        tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
+        block_size = flags.block_size
+        plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
+        val_plan = plan._replace(tokens=val_tokens, batch_size=EVAL_BATCH // block_size or 1)
+        return corpus, plan, val_plan, chardata.steps_per_epoch(plan)
+
+
+def validate(
+    model: torch.nn.Module,
+    plan: chardata.BatchPlan,
+    world: ddp_setup.World,
+    dtype: torch.dtype,
+    strategy: str = "ddp",
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Return the mean loss over the tokens of the plan, or None if `stop` has interrupted it."""
+    loss_fn: loop.LossFn = gpt.loss
+    windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
+    batches = show_progress(windows, world.rank == 0)
+    if strategy != "ddp":  # In an evaluation, each batch communicates under zero too.
+        batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn)
+    return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
 
 
 def model_config(flags: State) -> gpt.Config:
@@ -784,13 +807,10 @@ def evaluate(out: str, device: str, data: str | None) -> None:
             raise ValueError("the run has no validation data; name other data with --data")
         batch_size = EVAL_BATCH // flags.block_size or 1
         plan = chardata.BatchPlan(tokens, flags.block_size, batch_size, vocab=corpus.vocab)
-        first = world.rank == 0
-        windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-        batches, dtype = show_progress(windows, first), getattr(torch, flags.dtype)
-        loss = loop.evaluate(model, batches, gpt.loss, dtype)
+        loss = validate(model, plan, world, getattr(torch, flags.dtype))
         assert loss is not None  # It would be None only after a stop signal.
         chardata.verify_unchanged(corpus)
-    if first:
+    if world.rank == 0:
         count = chardata.num_tokens(tokens) - 1
         say(
             f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
