@@ -282,6 +282,9 @@ def train(flags: Flags, given: set[str]) -> int:
         # With fsdp, each micro-batch communicates, so all ranks need equally many.
         if flags.strategy == "fsdp":
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
+        elif flags.strategy == "ddp":
+            with suppress(FileNotFoundError):  # no extra: a slow rank is not named
+                steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
         training = loop.train_(
             replica,
             optimizers,
@@ -375,6 +378,9 @@ def train(flags: Flags, given: set[str]) -> int:
                 if stopped or last or due:
                     # Training on data that has changed must not become a checkpoint.
                     chardata.verify_unchanged(corpus)
+                    if flags.strategy == "ddp":
+                        with suppress(FileNotFoundError):  # no extra: ranks are not compared
+                            extra("replicas").verify_replicas(replica, optimizers)
                     if wait_for_saves():
                         saved_step, keep = step, flags.keep
                         state = storage.snapshot(  # every rank helps with it
@@ -386,7 +392,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
-        except loop.Diverged:  # all ranks raise it; the checkpoint that is being written is good
+        except FloatingPointError:  # Diverged, or replicas differ; the save in progress is good
             wait_for_saves()
             raise
         except (ValueError, OSError):
@@ -905,7 +911,7 @@ def main(command: Callable[..., int], *args: object) -> None:
         say_error("Error: " + " ".join(error.format_message().split()))
         code = error.exit_code
     except (ConnectionError, ChildProcessError, FloatingPointError) as error:
-        say_error(f"Error: {error}")  # a rank was lost or killed, or loop.Diverged
+        say_error(f"Error: {error}")  # a rank was lost or killed, Diverged, or replicas differ
     except Exception as error:
         where, trace = f"Error on rank {os.environ.get('RANK', '0')}", traceback.format_exc()
         first_paragraph = " ".join(f"{error}".split("\n\n")[0].split())

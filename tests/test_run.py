@@ -138,7 +138,7 @@ def test_losses_and_weights_do_not_depend_on_launcher_ranks_and_accum(done, laun
 
 def test_only_rank_0_prints(done):
     def text(ran: Ran) -> str:
-        return re.sub(r"[\d,]+ tokens/s|  mfu \d+%|eta [\d:]+|--out .*", "", ran.out)
+        return re.sub(r"[\d,]+ tokens/s|eta [\d:]+|--out .*|. x cpu|in /.*", "", ran.out)
 
     alone, three = done("alone")[0], done("spawn 3")[0]
     assert text(three) == text(alone)
@@ -185,7 +185,9 @@ def test_resume_with_another_number_of_ranks_keeps_the_order_of_the_data(done, t
     before = stop_after(tmp_path, 10, *fifty(text))
     ran = run("--out", tmp_path, "--log-every", 1, "--accum", 2, "--spawn", 2)
     assert ran.code == 0, ran
-    assert ran.out.startswith(f"step {before + 1}/50 ")
+    assert ran.out.startswith(
+        f"Training: 2 x cpu, float32, steps {before + 1} to 50 in {tmp_path}\n"
+    )
     assert [step for step, _ in losses(tmp_path)] == list(range(1, 51))
     _, alone = done("alone")
     assert_close(dict(losses(tmp_path)), dict(losses(alone)))  # other rows would have other losses
@@ -197,11 +199,11 @@ def test_a_finished_run_continues_with_more_epochs_and_starts_over_with_fresh(te
     assert first.code == 0 and "Done: 38 steps" in first.out, first
 
     on = run("--out", tmp_path, "--epochs", 2)
-    assert on.code == 0 and on.out.startswith("step 40/76 "), on
+    assert on.code == 0 and f"steps 39 to 76 in {tmp_path}\nstep 40/76 " in on.out, on
     assert [step for step, _ in losses(tmp_path)] == [10, 20, 30, 38, 40, 50, 60, 70, 76]
 
     over = run(*TINY, "--data", text, "--out", tmp_path, "--epochs", 1, "--seed", 1, "--fresh")
-    assert over.code == 0 and over.out.startswith("step 10/38 "), over
+    assert over.code == 0 and f"steps 1 to 38 in {tmp_path}\n" in over.out, over
     assert [step for step, _ in losses(tmp_path)] == [10, 20, 30, 38]
     assert [path.name[:13] for path in checkpoints(tmp_path)] == ["step-00000038"]
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
@@ -255,7 +257,7 @@ def test_a_run_of_version_0_1_continues_with_the_losses_of_version_0_1(tmp_path,
     assert ran.code == 0 and "over 2,999 tokens, in float32" in ran.out, ran
 
     ran = run("--out", out, "--data", data, "--log-every", 1, "--device", "cpu")
-    assert ran.code == 0 and ran.err == "" and ran.out.startswith("step 21/50 "), ran
+    assert ran.code == 0 and ran.err == "" and f"steps 21 to 50 in {out}\n" in ran.out, ran
     unbroken = list(map(json.loads, (OLD / f"{optimizer}-unbroken.jsonl").read_text().splitlines()))
     expected = {line["step"]: line["loss"] for line in unbroken if "loss" in line}
     assert sorted(expected) == list(range(21, 51))
@@ -627,7 +629,8 @@ def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replace
     assert [int(row.split("/")[0].split()[1]) for row in rows if "  eta " in row] == [
         *range(1, 101)
     ]
-    others = [row for row in rows if "  eta " not in row]
+    first, *others = [row for row in rows if "  eta " not in row]
+    assert first == f"Training: 1 x cpu, float32, steps 1 to 100 in {out}"
     assert re.fullmatch(r"step 50  validation loss \d\.\d{4} over \d+ tokens", others[0])
     assert re.fullmatch(r"step 100  validation loss \d\.\d{4} over \d+ tokens", others[1])
     assert others[2].startswith("Done: 100 steps") and others[-1].endswith(

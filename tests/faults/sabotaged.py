@@ -65,6 +65,12 @@ def scale_loss(call: Callable[[], Any], factor: float) -> Any:
     return total * factor, terms
 
 
+def flip_bit(call: Any) -> Any:
+    """Change the lowest bit of one weight of the model before its forward pass."""
+    next(call.args[0].parameters()).detach().view(torch.int32)[0, 0] ^= 1
+    return call()
+
+
 FAULTS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "raise": fail,
     "exit": lambda call: os._exit(7),
@@ -73,6 +79,7 @@ FAULTS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "stop": lambda call: (os.kill(os.getpid(), signal.SIGSTOP), call())[1],
     "slow": slow,
     "pause": lambda call: (time.sleep(0.15), call())[1],
+    "flip": flip_bit,
     "nan": lambda call: scale_loss(call, float("nan")),
     "inf": lambda call: scale_loss(call, float("inf")),
 }

@@ -1,0 +1,77 @@
+"""Find a rank whose weights or optimizer state are not those of the other ranks.
+
+    verify_replicas(model, [optimizer])  # before each save, on all ranks
+
+Under DistributedDataParallel, all ranks compute the same updates, so they always have bitwise equal
+parameters and optimizer states. Nothing checks this: if a processor or a memory computes one wrong
+bit on one rank, the ranks drift apart without a message, and a wrong model is saved. A wrong
+gradient is not found, because the all-reduce spreads it to all ranks, which stay equal.
+
+Needs torch.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# The integer type with the size of an element, in bytes
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def verify_replicas(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise FloatingPointError, on all ranks, if parameters or optimizer states differ between ranks.
+
+    All ranks must call this function between two optimizer steps. The message names the ranks that
+    differ from the majority. If there is no majority, as with two ranks, it says so. Buffers are
+    not compared: BatchNorm's statistics differ between ranks by design. Each rank sends 8 bytes and
+    reads its state once; on CUDA the host waits for the device. Without a process group of several
+    ranks this function does nothing.
+
+    The state must be replicated: with FSDP each rank has its own part, and this function raises.
+    Ranks on different kinds of processors may round differently, and then they do differ.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    own = fingerprint(tensors_of(model, optimizers))
+    everyone = own.new_zeros(dist.get_world_size())
+    everyone[dist.get_rank()] = own
+    dist.all_reduce(everyone)
+    fingerprints = everyone.tolist()
+    common, count = Counter(fingerprints).most_common(1)[0]
+    if count == len(fingerprints):
+        return
+    different = [f"{rank}" for rank, value in enumerate(fingerprints) if value != common]
+    who = f"rank {' and '.join(different)} differs from the others"
+    if 2 * count <= len(fingerprints):
+        who = "no majority of ranks agrees, so the wrong rank is not known"
+    raise FloatingPointError(
+        f"the weights or optimizer states of the ranks are not equal: {who}; nothing was saved. "
+        "Check the memory and the processor, and start again from the last checkpoint"
+    )
+
+
+def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    """Yield the parameters and the tensors in the states of the optimizers, in a fixed order."""
+    yield from model.parameters()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                yield from (state[key] for key in sorted(state) if torch.is_tensor(state[key]))
+
+
+def fingerprint(tensors: Iterator[Tensor]) -> Tensor:
+    """Return an int64 scalar, on the first tensor's device, that changes if any one bit changes.
+
+    It is the sum of the bit patterns of all elements, modulo 2^64. The sum of the i-th tensor is
+    multiplied by the odd number 2 * i + 1, so that exchanged tensors are found too. One changed bit
+    changes a sum by a power of two below 2^64, and the product with an odd number is not zero. Two
+    changes within a tensor remain unnoticed only if their sum is zero.
+    """
+    sums = [t.detach().view(INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    factors = torch.arange(1, 2 * len(sums), 2, device=sums[0].device)
+    return (torch.stack([s.to(sums[0].device) for s in sums]) * factors).sum()
