@@ -232,6 +232,9 @@ def train(flags: Flags, given: set[str]) -> int:
         start_step = saved.get("step", 0)
         if flags.min_lr > flags.lr:
             raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
+        if world.device.type == "mps" and flags.checkpoint_activations and flags.dropout:
+            # The second forward pass would draw other numbers: PyTorch issue 127676.
+            raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
 
         corpus, plan, val_plan, steps_per_epoch = load_data(flags, saved, world)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)

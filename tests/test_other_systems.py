@@ -9,6 +9,7 @@ Windows protects; it does not replace a run on that system.
 
 import builtins
 import ctypes
+import importlib
 import mmap
 import os
 import runpy
@@ -20,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -335,6 +337,15 @@ def test_training_on_mps_uses_no_float64(monkeypatch, tmp_path, arch, scaled):
     torch.testing.assert_close(values, expected[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(found["model"], expected[1]["model"], rtol=1e-4, atol=1e-6)
     assert tokens == expected[2]
+
+
+def test_run_py_refuses_recomputed_dropout_on_mps(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    program = importlib.import_module("run")  # not when this file runs as a script
+    flags = program.Flags(out=f"{tmp_path}", device="mps", dropout=0.1, checkpoint_activations=True)
+    with pytest.raises(click.UsageError, match="only without --dropout"):
+        program.train(flags, set())
+    assert [*tmp_path.iterdir()] == []
 
 
 if __name__ == "__main__":
