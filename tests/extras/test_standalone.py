@@ -17,6 +17,24 @@ USES = {
         assert plot.labels([run]) == ["b"] and plot.curve(run, "tokens", "loss") == ([9], [2.0])
         assert "torch" not in sys.modules
     """,
+    "muon": """
+        import torch
+        matrix = torch.nn.Parameter(torch.eye(4))
+        matrix.grad = 3 * torch.eye(4)
+        muon.Muon([matrix], lr=0.1, weight_decay=0.0).step()
+        assert 0 < matrix.diagonal().max() < 1 and matrix.count_nonzero() == 4
+    """,
+    "replicas": """
+        import torch
+        model = torch.nn.Linear(2, 2)
+        replicas.verify_replicas(model, [torch.optim.SGD(model.parameters())])
+        one, two = torch.zeros(2), torch.tensor([0.0, -0.0])
+        assert replicas.fingerprint(iter([one])) != replicas.fingerprint(iter([two]))
+    """,
+    "slow_ranks": """
+        steps, loss_fn = slow_ranks.watch(range(3), max, print)
+        assert [*steps] == [0, 1, 2] and loss_fn is max
+    """,
     "doctor": """
         assert "two ranks connected" in doctor.report()
     """,

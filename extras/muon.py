@@ -1,0 +1,250 @@
+"""Muon (Jordan et al., 2024), with the arguments, the state and, up to rounding, the results of
+torch.optim.Muon, but for many matrices at a time.
+
+    muon = Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    rest = torch.optim.AdamW(embeddings_and_vectors, lr=0.02, fused=True)
+
+If U S V^T is the singular value decomposition of a gradient's momentum, Muon's update is about
+U V^T. A few iterations (Newton-Schulz) compute it with matrix products only:
+
+    x -> (a I + b A + c A A) x,  where A = x x^T is the Gram matrix of x
+
+torch.optim.Muon takes one matrix after the other. Here, matrices of the same shape form a batch.
+For long or wide matrices, most iterations are done on the small Gram matrix. On several ranks, each
+rank can compute a part of each batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Triple = Sequence[float]  # the coefficients (a, b, c) of an iteration
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon with another step. Arguments, defaults and state_dict are the same, so each
+    of the two can continue from the other's state_dict.
+
+    ns_coefficients: the triple (a, b, c) for all ns_steps iterations, as in torch, or a list of
+        triples, one per iteration, for example those of Polar Express (Amsel et al., 2025). With a
+        list, ns_steps is not used, and torch.optim.Muon cannot continue from the state.
+    dtype: of the iterations. Parameters and momentum keep their own dtype.
+    distribute: with True, each rank of the default process group orthogonalises its part of each
+        batch, and all ranks gather the results, which takes 2 bytes per parameter in bfloat16. The
+        results are bitwise equal on all ranks. The gradients must be equal on all ranks, as under
+        DistributedDataParallel, and all ranks must call step together. With False, each rank
+        orthogonalises all matrices, without communication.
+
+    Parameters can be DTensors, for example under FSDP2. Then the momentum and the elementwise work
+    stay divided over the ranks, and all ranks must call step together. In each step, each rank
+    gathers all matrices in `dtype`, one collective per shape, and orthogonalises all of them, or
+    with `distribute` its part. So for a moment each rank holds all updates in `dtype`.
+
+    With a scalar tensor as the attribute `found_inf` (loop.py and torch.amp.GradScaler set it),
+    step changes nothing if it is not 0. The host does not wait for its value.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        dtype: torch.dtype = torch.bfloat16,
+        distribute: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*args, **settings)
+        # Not in the parameter groups: load_state_dict would replace them.
+        self.dtype, self.distribute = dtype, distribute
+        self._step_supports_amp_scaling = True  # step itself uses grad_scale and found_inf
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update each parameter that has a gradient. Return the result of closure()."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+            buffers = [local(self.state[p]["momentum_buffer"]) for p in params]
+            grads = [local(p.grad) for p in params]
+            if grad_scale is not None:
+                grads = [grad / grad_scale for grad in grads]
+            if found_inf is not None:
+                # The mean of the buffer and itself is the buffer.
+                grads = [torch.where(found_inf > 0, b, g) for b, g in zip(buffers, grads)]
+            if params:
+                updates = momentum_(buffers, grads, group["momentum"], group["nesterov"])
+                descend_(params, updates, group, self.dtype, self.distribute, found_inf)
+        return loss
+
+
+def momentum_(
+    buffers: list[Tensor], grads: list[Tensor], momentum: float, nesterov: bool
+) -> Sequence[Tensor]:
+    """Update the momentum buffers, and return what is to be orthogonalised."""
+    torch._foreach_lerp_(buffers, grads, 1 - momentum)
+    return torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+
+
+def descend_(
+    params: list[Tensor],
+    updates: Sequence[Tensor],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    distribute: bool,
+    found_inf: Tensor | None,
+) -> None:
+    """Multiply params by 1 - lr * weight_decay and subtract the orthogonalised updates.
+
+    updates: of DTensors, the local parts. settings: a parameter group. For the rest, see Muon.
+    """
+    lr, triples = float(settings["lr"]), settings["ns_coefficients"]
+    if isinstance(triples[0], (int, float)):
+        triples = [triples] * settings["ns_steps"]
+    orthogonalize = partial(newton_schulz, triples=triples, eps=settings["eps"])
+    several = distribute and dist.is_initialized() and dist.get_world_size() > 1
+    shapes: dict[torch.Size, list[int]] = {}
+    for i, p in enumerate(params):
+        shapes.setdefault(p.shape, []).append(i)
+    results: list[tuple[Tensor, Callable[[], object]]] = []
+    for indices in shapes.values():
+        batch = torch.stack([updates[i].to(dtype) for i in indices])
+        batch = gather(batch, params[indices[0]])
+        if several:  # While the results are sent, this rank computes those of the next shape.
+            results.append(on_all_ranks(orthogonalize, batch))
+        else:
+            results.append((orthogonalize(batch), lambda: None))
+
+    decay: float | Tensor = 1 - lr * settings["weight_decay"]
+    if found_inf is not None:
+        decay = torch.where(found_inf > 0, 1.0, decay)
+    torch._foreach_mul_([local(p) for p in params], decay)
+    for (shape, indices), (batch, wait) in zip(shapes.items(), results):
+        wait()
+        batch = scatter(batch, params[indices[0]]).to(params[indices[0]].dtype)
+        if found_inf is not None:
+            batch = batch * (found_inf == 0)
+        factor = lr * lr_factor(shape, settings["adjust_lr_fn"])
+        torch._foreach_add_([local(params[i]) for i in indices], batch.unbind(), alpha=-factor)
+
+
+def lr_factor(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
+    """Return the factor of the learning rate for a matrix of this shape.
+
+    "match_rms_adamw" gives updates the usual root mean square of AdamW's, 0.2 (Liu et al., 2025).
+    None means "original", the factor of Jordan et al.
+    """
+    rows, columns = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def newton_schulz(x: Tensor, triples: Sequence[Triple], eps: float) -> Tensor:
+    """Orthogonalise the matrices of a batch x (N, rows, columns) with one iteration per triple.
+
+    Let n be the short and m the long side of a matrix. An iteration on x needs 2 n^2 m + n^3
+    multiplications. Three iterations on its Gram matrix need 9 n^3 + 2 n^2 m together, see
+    gram_iterations. That is less if m > 1.5 n: for m = 4 n, 17 instead of 27 times n^3.
+
+    The Gram matrix is computed again after three iterations, because in bfloat16 its rounding
+    errors grow. The error after 3 + 2 iterations is that of torch.optim.Muon. With all five on one
+    Gram matrix, singular values reached 20 instead of 1.2, and a training diverged.
+    """
+    rows, columns = x.shape[1:]
+    tall = rows > columns
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    x = x / norm.clamp(min=eps)
+    at_once = 3 if max(rows, columns) > 1.5 * min(rows, columns) else 1
+    for start in range(0, len(triples), at_once):
+        gram = x.mT @ x if tall else x @ x.mT
+        if at_once > 1:
+            product = gram_iterations(gram, triples[start : start + at_once])
+            x = x @ product if tall else product @ x
+        else:
+            a, b, c = triples[start]
+            z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, x, z, beta=a) if tall else torch.baddbmm(x, z, x, beta=a)
+    return x
+
+
+def gram_iterations(gram: Tensor, triples: Sequence[Triple]) -> Tensor:
+    """Return Q (N, n, n), such that Q x is the result of these iterations on x (N, n, m).
+
+    gram: x x^T, (N, n, n). With P = a I + b A + c A A, an iteration replaces x by P x, thus the
+    Gram matrix A by P A P = P P A, and Q by P Q.
+    """
+    q: Tensor | None = None
+    for i, (a, b, c) in enumerate(triples, 1):
+        z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # P without a I
+        if i < len(triples):
+            gram = torch.baddbmm(gram, z, gram, beta=a)
+            gram = torch.baddbmm(gram, z, gram, beta=a)
+        if q is None:
+            q = z
+            q.diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            q = torch.baddbmm(q, z, q, beta=a)
+    assert q is not None
+    return q
+
+
+def on_all_ranks(
+    compute: Callable[[Tensor], Tensor], batch: Tensor
+) -> tuple[Tensor, Callable[[], object]]:
+    """Compute this rank's part of a batch, which must be equal on all ranks, and start to gather.
+
+    Returns the result for the whole batch, and a function that waits until it is complete.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    share = -(-len(batch) // size)
+    mine = batch[rank * share :][:share]
+    parts = batch.new_zeros(size, share, *batch.shape[1:])
+    parts[rank, : len(mine)] = compute(mine)
+    work = dist.all_gather([*parts], parts[rank], async_op=True)
+    return parts.flatten(0, 1)[: len(batch)], work.wait
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor, with the same memory, or any other tensor itself."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def gather(batch: Tensor, like: Any) -> Tensor:
+    """Return the whole matrices from a batch of their local parts. `like`: one of them."""
+    if not hasattr(like, "to_local"):
+        return batch
+    from torch.distributed.tensor import DTensor
+
+    shape = (len(batch), *like.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(
+        batch, like.device_mesh, batched(like), shape=torch.Size(shape), stride=stride
+    )
+    return whole.full_tensor()
+
+
+def scatter(batch: Tensor, like: Any) -> Tensor:
+    """Return this rank's parts of a batch of whole matrices: the inverse of `gather`."""
+    if not hasattr(like, "to_local"):
+        return batch
+    from torch.distributed.tensor import distribute_tensor
+
+    # None: all ranks have the whole batch, so nothing is sent.
+    divided = distribute_tensor(batch, like.device_mesh, batched(like), src_data_rank=None)
+    return local(divided)
+
+
+def batched(like: Any) -> list[Any]:
+    """Return the placements of `like`, for a tensor with one more dimension at the front."""
+    return [type(p)(p.dim + 1) if p.is_shard() else p for p in like.placements]
