@@ -160,8 +160,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
 
     These side effects stay after the block: the current CUDA device, torch's number of threads and
     glibc's settings for freed memory (on a CPU), and, if all ranks are on one Linux machine, the
-    environment variable GLOO_SOCKET_IFNAME ("lo", unless it was set before). Under torchrun on
-    Linux, the kernel kills this process when torchrun ends.
+    environment variable GLOO_SOCKET_IFNAME ("lo", unless it was set before). With several ranks,
+    TORCH_FR_BUFFER_SIZE is set, unless it was set before. Under torchrun on Linux, the kernel kills
+    this process when torchrun ends.
     """
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -172,6 +173,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     if env.local_world_size == env.world_size and sys.platform == "linux":
         # All ranks are on this machine, so let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # switches on what _watch_ranks reads
     store = _connect_to_store(env, timeout)
     # A program can use process_group several times. Each group needs its own keys in the store.
     # Each rank counts its groups, so all ranks get the same number for the same group.
@@ -443,11 +445,20 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     model = model.to(world.device)
     if world.size == 1:
         return model
-    return nn.parallel.DistributedDataParallel(
+    replica = nn.parallel.DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,  # Gradients are views of what DDP sends: no copies.
         **ddp,
     )
+    if not (replica.find_unused_parameters or replica.static_graph):
+        # DDP divides the gradients into buckets anew after its first backward pass, and the buckets
+        # decide in which order more than two ranks are added. So the first step of a resumed run
+        # would round differently. Make that pass here, with gradients of zero.
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        replica.reducer.prepare_for_backward([])
+        torch.stack([0.0 * p.sum() for p in parameters]).sum().backward()
+        model.zero_grad()
+    return replica
 
 
 def any_rank(flag: bool, world: World) -> bool:

@@ -230,7 +230,8 @@ def _backward_(
             "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
         )
     sums = torch.zeros(3, dtype=accumulator_dtype(device), device=device)
-    sums[2] = stop
+    # `sums[2] = stop` would copy a number from the host, which waits for a CUDA device.
+    sums[2].fill_(stop)
     for i, batch in enumerate(batches, 1):
         last = i == len(batches)
         with nullcontext() if last else no_sync():
@@ -330,10 +331,8 @@ def evaluate(
             # [number of ranks that have a batch, number of ranks that ask to stop, 0, 0]. No other
             # collective of this file has four numbers. So if only some ranks evaluate, it fails.
             flags = sums.new_zeros(4)
-            # The assignment of a Python number is a fill on the device. To copy a tensor from the
-            # host could wait for the device.
-            flags[0] = batch is not no_batch
-            flags[1] = stop()
+            flags[0].fill_(batch is not no_batch)
+            flags[1].fill_(stop())
             wait = _sum_over_ranks_(flags)
             if batch is not no_batch:
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

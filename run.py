@@ -85,7 +85,7 @@ EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a
 JOB_NAMES = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"  # variables with the launcher's name of a job
 # What helps, for errors whose traceback matches a pattern
 HINTS = {
-    "out of memory|allocate memory|failed to map|new thread|MemoryError": (
+    "out of memory|allocate memory|ALLOC_FAILED|failed to map|new thread|(?<!OutOf)MemoryError": (
         "a higher --accum or --checkpoint-activations needs less memory"
     ),
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
@@ -371,7 +371,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
-                    val_loss = validate(replica, val_plan, world, dtype, flags.strategy, asked)
+                    val_loss = validate(replica, val_plan, world, flags, dtype, asked)
                     stopped = val_loss is None  # the evaluation was interrupted
                     if first and not stopped:
                         log({"step": step, "val_loss": val_loss})
@@ -541,16 +541,16 @@ def validate(
     model: torch.nn.Module,
     plan: chardata.BatchPlan,
     world: ddp_setup.World,
+    flags: Flags,
     dtype: torch.dtype,
-    strategy: str = "ddp",
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Return the mean loss over the tokens of the plan, or None if `stop` has interrupted it."""
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    if strategy != "ddp":  # In an evaluation, each batch communicates under zero too.
-        batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn)
+    if flags.strategy != "ddp":  # In an evaluation, each batch communicates under zero too.
+        batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
 
 
@@ -601,7 +601,9 @@ def should_compile(flag: bool | None, device: torch.device, flops: float) -> boo
     if flag is not None:
         return flag
     worth_it = device.type == "cuda" or (device.type == "cpu" and flops > 5e13)
-    return worth_it and shutil.which(os.environ.get("CXX", "g++")) is not None
+    # On CUDA, Triton needs a C compiler.
+    name, usual = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
+    return worth_it and shutil.which(os.environ.get(name, usual)) is not None
 
 
 def prepare_folder(
@@ -823,7 +825,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
             raise ValueError("the run has no validation data; name other data with --data")
         batch_size = EVAL_BATCH // flags.block_size or 1
         plan = chardata.BatchPlan(tokens, flags.block_size, batch_size, vocab=corpus.vocab)
-        loss = validate(model, plan, world, getattr(torch, flags.dtype))
+        loss = validate(model, plan, world, flags, getattr(torch, flags.dtype))
         assert loss is not None  # It would be None only after a stop signal.
         chardata.verify_unchanged(corpus)
     if world.rank == 0:

@@ -166,7 +166,11 @@ def check_weights(weights: dict[str, Any]) -> None:
 def infer_config(
     arch: Any, heads: Any, block_size: Any, weights: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the config of weights under our names. ValueError if an argument has a wrong form."""
+    """Return the config of weights under our names.
+
+    ValueError if an argument has a wrong form, or if a model of this config would be larger than
+    its weights: then a small file could take any amount of memory.
+    """
     if type(arch) is not str:
         raise ValueError(f"arch is {arch!r}; it must be a name")
     for what, value in (("heads", heads), ("block size", block_size)):
@@ -174,12 +178,20 @@ def infer_config(
             raise ValueError(f"{what} is {value!r}; it must be a positive integer")
     vocab, embd = weights["embedding.weight"].shape
     layers = sum(name.endswith(".qkv.weight") for name in weights)
+    shapes = {f"blocks.{i}.qkv.weight": (3 * embd, embd) for i in range(layers)}
+    if arch == "gpt2":
+        shapes["positions.weight"] = (block_size, embd)
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(f"{name} is {tuple(weights[name].shape)}; it must be {shape}")
     sizes = dict(vocab=vocab, block_size=block_size, layers=layers, heads=heads, embd=embd)
     return {"arch": arch, **sizes}
 
 
 def check_vocabulary(vocabulary: Any, vocab: int) -> dict[str, Any]:
     """Return the vocabulary of a file. ValueError if it does not have `vocab` different tokens."""
+    if not isinstance(vocabulary, dict):
+        raise ValueError("its vocabulary is not a dict")
     kind, chars = vocabulary["kind"], vocabulary["chars"]
     sizes = {"char": len(chars), "byte": 256, "ids": vocab, "tokenizer": vocab}
     repeated = kind == "char" and len(set(chars)) < len(chars)
@@ -218,7 +230,8 @@ def read_nanogpt(path: Path, load: Callable[[BinaryIO], Any]) -> Model:
                 f"{str(error).splitlines()[0]}. Only tensors and plain values are read. If you "
                 "trust the file, torch.load it, and torch.save its 'model' and 'model_args' alone"
             ) from error
-    if not isinstance(state, dict) or not {"model", "model_args"} <= state.keys():
+    parts = [state.get(key) for key in ("model", "model_args")] if isinstance(state, dict) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
         raise ValueError(
             "is not a nanoGPT checkpoint with 'model' and 'model_args'; for a checkpoint of run.py "
             "name its folder"

@@ -88,8 +88,9 @@ def read_toml(path: str, known: Iterable[str]) -> dict[str, Any]:
     """
     try:
         with open(path, "rb") as file:
-            config = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+            values = tomllib.load(file).items()
+            config = {key.replace("-", "_"): f"{value}" for key, value in values}
+    except (OSError, ValueError, RecursionError) as error:
         what = error.strerror if isinstance(error, OSError) else error
         raise click.UsageError(f"--config {path}: {what}") from None
     for key in config:

@@ -16,9 +16,12 @@ import torch
 # Dense bfloat16 and float16 FLOP/s of one device without sparsity, from NVIDIA's datasheets, by a
 # part of the name that torch.cuda.get_device_name returns. The first entry that fits counts.
 DATASHEET = {
+    "GB200": 2500e12,
     "B200": 2250e12,
     "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,

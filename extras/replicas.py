@@ -23,7 +23,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def verify_replicas(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise FloatingPointError, on all ranks, if parameters or optimizer states differ between ranks.
+    """Raise FloatingPointError on all ranks if their parameters or optimizer states differ.
 
     All ranks must call this function between two optimizer steps. The message names the ranks that
     differ from the majority. If there is no majority, as with two ranks, it says so. Buffers are

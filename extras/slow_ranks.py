@@ -82,7 +82,8 @@ def compare_ranks(
                     f"the ranks for a forward pass, for the last {in_a_row * every} steps"
                 )
         values = torch.zeros(size, device="cuda" if cuda else "cpu")
-        values[dist.get_rank()] = median_seconds(times, cuda)
+        # An assignment would copy a number from the host, which waits for the device.
+        values[dist.get_rank()].fill_(median_seconds(times, cuda))
         times.clear()
         dist.all_reduce(values)
         arriving = values.to("cpu", non_blocking=True)
@@ -103,4 +104,4 @@ def median_seconds(times: Times, cuda: bool) -> float:
         seconds = [float(start.elapsed_time(end)) / 1000 for start, end in times if end.query()]
     else:
         seconds = [float(end - start) for start, end in times]
-    return statistics.median(seconds)
+    return statistics.median(seconds or [0.0])

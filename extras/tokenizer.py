@@ -17,7 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -40,13 +40,25 @@ CUTS = [re.compile(rf"(?s).*{place}") for place in (r"[^\W\d_](?= [^\W\d_])", r"
 
 def load(tokenizer_json: str) -> Tokenizer:
     """Return the Tokenizer of the text of a tokenizer.json, without truncation and padding."""
-    try:
+    with _value_errors("not a tokenizer.json of Hugging Face tokenizers"):
         tokenizer = Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # the package raises nothing more specific
-        raise ValueError(f"not a tokenizer.json of Hugging Face tokenizers: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+@contextmanager
+def _value_errors(what: str) -> Iterator[None]:
+    """Raise ValueError in place of the errors of the package, which raises nothing more specific.
+
+    PanicException, which is no Exception, is raised if its code in Rust has failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {error}") from None
 
 
 def size(tokenizer_json: str) -> int:
@@ -65,10 +77,8 @@ def encode(text: str, kind: str, tokenizer_json: str) -> np.ndarray:
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return the ids of each text. The package computes them in parallel."""
-    try:
+    with _value_errors("the tokenizer cannot encode the text"):  # no token for unknown text, ...
         found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    except Exception as error:  # for example: no token, not even one for unknown text
-        raise ValueError(f"the tokenizer cannot encode the text: {error}") from None
     return [encoding.ids for encoding in found]
 
 

@@ -3,6 +3,10 @@
     python tests/bench.py                         all parts; takes a quarter of an hour
     python tests/bench.py training data           only these parts
     python tests/bench.py --json > bench.json
+    python tests/bench.py --gpu --data tinyshakespeare.txt --nanogpt FOLDER
+
+With --gpu, other parts are run: a table for one GPU, in less than ten minutes. --nanogpt names a
+checkout of nanoGPT to compare with.
 
 Each line shows a figure, the figure that it is compared with, and the ratio of the two. Candidates
 that are compared are called in turn, one call each, so that other load on the machine affects all
@@ -10,19 +14,28 @@ of them alike. Each figure is a median. The part "limits" comes first: it measur
 can reach at best.
 """
 
+import gc
+import hashlib
+import importlib.util
 import json
 import math
 import multiprocessing
 import os
+import pickle
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +55,7 @@ import ckpt  # noqa: E402
 import ddp_setup  # noqa: E402
 import gpt  # noqa: E402
 import loop  # noqa: E402
+from extras import machine  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -109,8 +123,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def random_tokens(vocab: int, n: int = 1 << 20) -> np.ndarray:
-    """Return n random token ids as uint16, the same in each call."""
+def random_tokens(vocab: int, n: int = (1 << 20) + 1) -> np.ndarray:
+    """Return n random token ids as uint16, the same in each call.
+
+    One more than a power of two: if B and T are powers of two, each epoch then ends with a whole
+    batch. A smaller one would be compiled anew, in the middle of a measurement.
+    """
     return np.random.default_rng(0).integers(0, vocab, n).astype(np.uint16)
 
 
@@ -210,17 +228,27 @@ def num_heads(shape: Shape) -> int:
 
 
 def make_model(
-    shape: Shape, arch: str = "modern", optimizer: str = "adamw", **build: Any
+    shape: Shape,
+    arch: str = "modern",
+    optimizer: str = "adamw",
+    dropout: float = 0.0,
+    **build: Any,
 ) -> tuple[gpt.GPT, list[Any]]:
-    """Return a model on DEVICE and its optimizers. build: arguments of gpt.build."""
-    config = gpt.Config(shape.vocab, shape.T, shape.layers, num_heads(shape), shape.embd, 0.0, arch)
-    model = gpt.build(config, 0, **build).to(DEVICE)
+    """Return a model on DEVICE and its optimizers.
+
+    optimizer: "adamw", "muon" (torch's), or "extras/muon". build: arguments of gpt.build.
+    """
+    sizes = shape.vocab, shape.T, shape.layers, num_heads(shape), shape.embd
+    model = gpt.build(gpt.Config(*sizes, dropout, arch), 0, **build).to(DEVICE)
     groups = gpt.parameter_groups(model)
     rest = groups["embeddings"] + groups["vectors"]
     rest += groups["matrices"] if optimizer == "adamw" else []
     optimizers: list[Any] = [torch.optim.AdamW(rest, lr=3e-4, fused=True)]
     if optimizer == "muon":
         optimizers.append(torch.optim.Muon(groups["matrices"], lr=3e-4))
+    elif optimizer == "extras/muon":
+        fast: Any = importlib.import_module("extras.muon")
+        optimizers.append(fast.Muon(groups["matrices"], lr=3e-4))
     return model, optimizers
 
 
@@ -556,27 +584,413 @@ def memory_of_steps(shape: Shape, accum: int = 1, **make: Any) -> int:
     return peak_memory() - before
 
 
+# ------------------------------------------------------------------------------------------- --gpu
+
+GPT2_LARGE_BATCH = GPT2._replace(B=32)
+TARGET = 1.4697  # validation loss that nanoGPT's README reports for its character model
+
+
+class Gpu(NamedTuple):
+    """What the parts of --gpu need."""
+
+    data: str | None  # path of a text for the character model
+    nanogpt: str | None  # folder of a checkout of nanoGPT
+    tiny: bool  # tiny sizes, to try every line on a CPU
+    end: float  # value of time.perf_counter() at which the table must be complete
+
+    def shape(self, full: Shape) -> Shape:
+        return Shape(2, 64, 32, 4) if self.tiny else full
+
+    def seconds_left(self) -> float:
+        return max(1.0, self.end - time.perf_counter())
+
+
+def gpu_speed(gpu: Gpu) -> Iterator[Row]:
+    """Compare steps of GPT-2 124M in bfloat16 with nanoGPT and with the peak of the device."""
+    shape, dtype = gpu.shape(GPT2_LARGE_BATCH), torch.bfloat16
+    peak, source = machine.peak_flops(DEVICE, dtype)
+    yield row("matrix product", matmul_rate(dtype) / 1e12, "TFLOP/s", source, peak / 1e12)
+    step = partial(toolkit_step, shape, dtype)
+    ours = {
+        "gpt2, adamw": step(arch="gpt2"),
+        "gpt2, adamw, compiled": step(True, arch="gpt2"),
+        "modern, adamw, compiled": step(True),
+        "modern, muon": step(optimizer="muon"),
+        "modern, muon, compiled": step(True, optimizer="muon"),
+    }
+    if (ROOT / "extras/muon.py").exists():
+        ours["modern, extras/muon, compiled"] = step(True, optimizer="extras/muon")
+    if gpu.tiny or machine.device_memory(DEVICE) > 6e10:
+        ours["gpt2, adamw, compiled, all logits at once"] = all_logits(step(True, arch="gpt2"))
+    theirs: dict[str, Call] = {}
+    if gpu.nanogpt:
+        theirs["nanoGPT"] = nanogpt_step(shape, gpu.nanogpt, False)
+        theirs["nanoGPT, compiled"] = nanogpt_step(shape, gpu.nanogpt, True)
+    else:
+        note("no comparison with nanoGPT: name a checkout with --nanogpt")
+    # Four steps per call: the device must not wait for the host at each step.
+    calls = {name: partial(repeat_call, one, 4) for name, one in (ours | theirs).items()}
+    seconds = medians(calls, 0.0 if gpu.tiny else 40.0, 1 if gpu.tiny else 5)
+    rate = {name: 4 * shape.T * shape.B / taken for name, taken in seconds.items()}
+    flops = gpt.flops_per_token(make_model(shape)[0].config)
+    for name in rate:
+        other = "nanoGPT, compiled" if "compiled" in name else "nanoGPT"
+        if name in ours and theirs:
+            yield row(f"{shape} {name}", rate[name], "tokens/s", other, rate[other])
+        else:
+            yield Row(f"{shape} {name}", rate[name], "tokens/s")
+        reached = rate[name] * flops / 1e12
+        yield row(f"{shape} {name}: mfu", reached, "TFLOP/s", source, peak / 1e12)
+
+
+def repeat_call(call: Call, times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def all_logits(step: Call) -> Call:
+    """Return the same step, but with all logits in memory at once: none is computed twice."""
+    in_parts = gpt.cross_entropy
+
+    def call() -> None:
+        gpt.cross_entropy = lambda x, weight, y, _: in_parts(x, weight, y, 1 << 60)
+        try:
+            step()
+        finally:
+            gpt.cross_entropy = in_parts
+
+    return call
+
+
+def nanogpt_step(shape: Shape, folder: str, compiled: bool) -> Call:
+    """Return a function that does one step of the model of nanoGPT, as its train.py does it."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", f"{folder}/model.py")
+    assert spec and spec.loader
+    nanogpt = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(nanogpt)
+    sizes = shape.T, shape.vocab, shape.layers, num_heads(shape), shape.embd
+    with redirect_stdout(sys.stderr):  # It prints the number of parameters.
+        model = nanogpt.GPT(nanogpt.GPTConfig(*sizes, dropout=0.0, bias=False)).to(DEVICE)
+        optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), DEVICE.type)
+    model = torch.compile(model) if compiled else model
+    tokens, generator = random_tokens(shape.vocab), np.random.default_rng(0)
+
+    def batch() -> list[Tensor]:
+        starts = generator.integers(len(tokens) - shape.T, size=shape.B)
+        x, y = (np.stack([tokens[i + j :][: shape.T] for i in starts]) for j in (0, 1))
+        both = [torch.from_numpy(t.astype(np.int64)) for t in (x, y)]
+        return [(t.pin_memory() if DEVICE.type == "cuda" else t).to(DEVICE, non_blocking=True)
+                for t in both]  # fmt: skip
+
+    def step() -> None:
+        x, y = batch()
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            _, loss = model(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def gpu_waits(gpu: Gpu) -> Iterator[Row]:
+    """Count how often the host waits for the device in a training step and in an evaluation."""
+    shape, dtype = gpu.shape(GPT2_LARGE_BATCH), torch.bfloat16
+    fast = ["extras/muon"] * (ROOT / "extras/muon.py").exists()
+    calls = {
+        f"{optimizer}{', compiled' * compiled}": toolkit_step(
+            shape, dtype, compiled, optimizer=optimizer
+        )
+        for optimizer in ["adamw", "muon", *fast]
+        for compiled in (False, True)
+    }
+    model, _ = make_model(shape)
+    plan = make_plan(shape)
+    (batch,), _ = next(chardata.steps(plan))
+    evaluation = "evaluation of 10 rounds"
+    calls[evaluation] = lambda: loop.evaluate(model, [batch] * 10, gpt.loss, dtype)
+    for name, call in calls.items():
+        repeat_call(call, 3)  # compiles; the first step has to wait
+        five = partial(repeat_call, call, 5)
+        places = sync_warnings(five)
+        wanted = float(name == evaluation)  # for its result
+        yield Row(f"{name}: host waits", sum(places.values()) / 5, "each", "wanted", wanted)
+        for place, count in places.most_common():
+            yield Row(f"    at {place}", count / 5, "each")
+        waits, busy, span = traced_waits(five)
+        for what, count in waits.items():
+            yield Row(f"{name}: {what}", count / 5, "each")
+        yield row(f"{name}: device computes", busy * 1e3, "ms", "of", span * 1e3)
+
+
+def sync_warnings(call: Call) -> Counter[str]:
+    """Return how often torch's debug mode sees that the host waits, by file and line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if DEVICE.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            if DEVICE.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    seen = [w for w in caught if "called a synchronizing" in str(w.message)]
+    return Counter(f"{Path(w.filename).name}:{w.lineno}" for w in seen)
+
+
+def traced_waits(call: Call) -> tuple[Counter[str], float, float]:
+    """Trace the call: CUDA calls in which the host waits, seconds that the device computed, span.
+
+    torch's debug mode does not see waits for events: loop.py waits for one of the step before.
+    """
+    with torch.profiler.profile() as profiler:
+        call()
+        synchronize()
+    events = profiler.events()
+    on_device = torch.autograd.DeviceType.CUDA
+    waits = Counter(e.name for e in events if re.match("cuda(Stream|Event)Synchronize", e.name))
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in events
+        if e.device_type == on_device and not getattr(e, "is_user_annotation", False)
+    )
+    ends = list(accumulate((end for _, end in spans), max))
+    gaps = sum(max(0, start - end) for (start, _), end in zip(spans[1:], ends))
+    span = ends[-1] - spans[0][0] if spans else math.nan
+    return waits, (span - gaps) / 1e6, span / 1e6
+
+
+def gpu_resume(gpu: Gpu) -> Iterator[Row]:
+    """Count the parameters that differ after a resume, with deterministic algorithms."""
+    shape = gpu.shape(LARGE)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the new processes read it
+    for compiled in (False, True):
+        what = f"{shape} muon, bfloat16, dropout{', compiled' * compiled}"
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+            run = partial(in_new_process, trained_digests, shape, compiled)
+            whole, resumed = run(one), run(one)
+            different = sum(whole[name] != resumed[name] for name in whole)
+            yield Row(f"{what}: differ", different, "tensors", "of", len(whole))
+            if different:  # Is it the resume, or are the algorithms not deterministic?
+                again = run(two)
+                different = sum(whole[name] != again[name] for name in whole)
+                yield Row(f"{what}: differ without a resume", different, "tensors")
+
+
+def trained_digests(shape: Shape, compiled: bool, folder: str) -> dict[str, str]:
+    """Return a digest of each parameter after 6 steps with deterministic algorithms.
+
+    Start from the checkpoint in the folder; if there is none, write one after 3 steps.
+    """
+    torch.use_deterministic_algorithms(True)
+    model, optimizers = make_model(shape, optimizer="muon", dropout=0.1)
+    if compiled:
+        gpt.compile_(model)
+    found, _ = ckpt.newest(folder)
+    start = found.entry.step if found else 0
+    if found:
+        ckpt.restore_(found.state, model, optimizers)
+    steps = islice(chardata.steps(make_plan(shape), start=start), 6 - start)
+    settings: dict[str, Any] = {"start": start, "dtype": torch.bfloat16, "clip": 1.0}
+    for step, _ in loop.train_(model, optimizers, steps, gpt.loss, **settings):
+        if step == 3:
+            ckpt.save(folder, ckpt.snapshot(model, optimizers), step)
+    weights = {name: p.detach().cpu().numpy().tobytes() for name, p in model.named_parameters()}
+    return {name: hashlib.sha256(raw).hexdigest() for name, raw in weights.items()}
+
+
+def gpu_messages(gpu: Gpu) -> Iterator[Row]:
+    """Show what run.py prints if memory or a compiler is missing. One line is wanted."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptxas = Path(folder, "ptxas")  # answers triton's first question, and then fails
+        version = "Cuda compilation tools, release 13.0, V13.0.88"
+        ptxas.write_text(
+            f'#!/bin/sh\ncase "$*" in *--version*) echo "{version}";; *) exit 1;; esac'
+        )
+        ptxas.chmod(0o755)
+        limit = "torch.cuda.set_per_process_memory_fraction(7e8 / torch.cuda.mem_get_info()[1])"
+        if DEVICE.type == "cpu":
+            limit = (
+                "import resource as r; used = 4096 * int(open('/proc/self/statm').read().split()[0])"
+                "; r.setrlimit(r.RLIMIT_AS, (used + 700_000_000,) * 2)"
+            )
+        cases = {
+            "out of memory": (limit, {}, ["--no-compile", "--embd", "1024", "--batch-size", "64"]),
+            "no C compiler": ("", {"CC": "/bin/false", "CXX": "/bin/false"}, ["--compile"]),
+            "no assembler": ("", {"TRITON_PTXAS_PATH": f"{ptxas}"}, ["--compile"]),
+        }
+        if DEVICE.type == "cpu":
+            del cases["no assembler"]
+        for name, (code, env, flags) in cases.items():
+            lines, exit_code = messages(code, env, flags, gpu.seconds_left())
+            yield Row(f"{name}: exit code", exit_code, "", "wanted", 1)
+            yield Row(f"{name}: lines on stderr", len(lines), "lines", "wanted", 1)
+            for line in lines[:5]:
+                note(f"    {line}")
+
+
+def messages(
+    code: str, env: dict[str, str], flags: list[str], timeout: float
+) -> tuple[list[str], int]:
+    """Run Python code and then run.py; return the lines of stderr and the exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": folder}
+        start = f"import runpy, sys, torch; {code}\nsys.argv = ['run.py', *sys.argv[1:]]\n"
+        start += "runpy.run_path('run.py', run_name='__main__')"
+        command = [sys.executable, "-c", start, "--out", f"{folder}/out", "--steps", "3", *flags]
+        command += ["--device", DEVICE.type, "--val-fraction", "0"]
+        env = {**os.environ, **caches, **env}
+        done = subprocess.run(
+            command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout
+        )
+    return done.stderr.splitlines(), done.returncode
+
+
+def gpu_quality(gpu: Gpu) -> Iterator[Row]:
+    """Measure the seconds, from the start of the process, to the target loss."""
+    if not gpu.data:
+        note("no time to a validation loss: name a text with --data")
+        return
+    theirs, name = math.nan, "nanoGPT"
+    if gpu.nanogpt:
+        theirs, best = nanogpt_quality(gpu, gpu.nanogpt, gpu.data)
+        yield row("nanoGPT: best validation loss seen", best, "nats", "target", TARGET)
+        yield Row(f"nanoGPT: time to {TARGET}", theirs, "s")
+    sizes = {"layers": 6, "heads": 6, "embd": 384, "block-size": 256, "batch-size": 64}
+    if gpu.tiny:
+        sizes = {"layers": 2, "heads": 2, "embd": 32, "block-size": 32, "batch-size": 8}
+    for steps in (4,) if gpu.tiny else (300, 600, 1200, 2400):
+        settings = {**sizes, "steps": steps, "eval-every": max(1, steps // 8), "data": gpu.data}
+        settings |= {"dropout": 0.2, "lr": 3e-3, "eval-tokens": 0, "epochs": 1000}
+        with tempfile.TemporaryDirectory() as out:
+            command = [sys.executable, "run.py", "--out", out]
+            command += [f"--{flag}={value}" for flag, value in settings.items()]
+            start = time.perf_counter()
+            try:
+                subprocess.run(
+                    command, cwd=ROOT, check=True, capture_output=True, timeout=gpu.seconds_left()
+                )
+            except subprocess.TimeoutExpired:
+                note(f"no time for a run of {steps} steps")
+                return
+            total = time.perf_counter() - start
+            records = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
+            losses = [(r["val_loss"], r["seconds"]) for r in records if "val_loss" in r]
+        reached = next((seconds for loss, seconds in losses if loss <= TARGET), math.nan)
+        what = f"{sizes['layers']}x{sizes['embd']}, {steps} steps"
+        yield row(f"{what}: best validation loss", min(losses)[0], "nats", "target", TARGET)
+        yield row(f"{what}: time to {TARGET}", reached, "s", name, theirs)
+        yield row(f"{what}: whole run", total, "s", name, theirs)
+
+
+def nanogpt_quality(gpu: Gpu, folder: str, data: str) -> tuple[float, float]:
+    """Run nanoGPT's character example on the text, with its own settings.
+
+    Return the seconds from the start of the process to the target loss (NaN if it was not
+    reached in time), and the best validation loss that was seen.
+    """
+    text = Path(data).read_text()
+    chars = sorted(set(text))
+    ids = np.array([chars.index(c) for c in text], dtype=np.uint16)
+    with tempfile.TemporaryDirectory() as out:
+        parts = ids[: int(0.9 * len(ids))], ids[int(0.9 * len(ids)) :]
+        for name, part in zip(("train", "val"), parts):
+            part.tofile(f"{out}/{name}.bin")
+        meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars))}
+        Path(out, "meta.pkl").write_bytes(pickle.dumps(meta))
+        command = [sys.executable, "-u", "train.py", "config/train_shakespeare_char.py"]
+        command += [f"--dataset={out}", f"--out_dir={out}"]
+        if gpu.tiny:
+            command += "--device=cpu --compile=False --max_iters=4 --eval_interval=2".split()
+            command += "--eval_iters=1 --batch_size=4 --block_size=32 --log_interval=1".split()
+            command += "--n_layer=2 --n_head=2 --n_embd=32 --dtype=float32".split()
+        best, start = math.inf, time.perf_counter()
+        end = start + gpu.seconds_left() / 2
+        with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout
+            for line in process.stdout:
+                seconds = time.perf_counter() - start
+                if found := re.search(r"step \d+: .*val loss ([\d.]+)", line):
+                    best = min(best, float(found[1]))
+                if best <= TARGET or time.perf_counter() > end:
+                    break
+            process.kill()
+    return (seconds if best <= TARGET else math.nan), best
+
+
+def note(text: str) -> None:
+    """Print a line that is no figure."""
+    click.echo(text, err=True)
+
+
 # ------------------------------------------------------------------------------------ command line
 
+PATH = click.Path(exists=True, resolve_path=True)
+GPU_PARTS = [gpu_speed, gpu_waits, gpu_resume, gpu_messages, gpu_quality]
 PARTS = [limits, training, data, scaling, checkpoints, start_up, sampling, memory]
 
 
 @click.command()
-@click.argument("parts", nargs=-1, type=click.Choice([part.__name__ for part in PARTS]))
+@click.argument("parts", nargs=-1, type=click.Choice([p.__name__ for p in PARTS + GPU_PARTS]))
 @click.option("--json", "as_json", is_flag=True, help="Print all rows as one JSON object.")
-def main(parts: tuple[str, ...], as_json: bool) -> None:
+@click.option("--gpu", is_flag=True, help="Print the table for one GPU, in less than ten minutes.")
+@click.option("--data", type=PATH, help="With --gpu: a text to train on.")
+@click.option("--nanogpt", type=PATH, help="With --gpu: nanoGPT's folder.")
+@click.option("--tiny", is_flag=True, hidden=True, help="With --gpu: try every line on a CPU.")
+def main(
+    parts: tuple[str, ...],
+    as_json: bool,
+    gpu: bool,
+    data: str | None,
+    nanogpt: str | None,
+    tiny: bool,
+) -> None:
     """Measure the named PARTS, or all of them."""
-    rows = []
+    if gpu and DEVICE.type != "cuda" and not tiny:
+        raise click.UsageError("--gpu: there is no GPU")
+    settings = Gpu(data, nanogpt, tiny, time.perf_counter() + 570)
+    chosen: list[Callable[..., Iterator[Row]]] = [*GPU_PARTS] if gpu else [*PARTS]
+    rows, failed = [], False
     with ddp_setup.process_group():  # sets the threads and the memory allocator as in a real run
-        for part in PARTS:
-            for line in part() if not parts or part.__name__ in parts else ():
-                rows.append({"part": part.__name__, **line._asdict()})
-                if not as_json:
-                    click.echo(format_row(line))
+        for part in chosen:
+            name = part.__name__
+            if parts and name not in parts:
+                continue
+            if gpu and settings.seconds_left() < 60:
+                note(f"{name}: left out, because less than a minute is left; give its name alone")
+                continue
+            try:
+                for line in part(settings) if gpu else part():
+                    rows.append({"part": name, **line._asdict()})
+                    if not as_json:
+                        click.echo(format_row(line))
+            except Exception:
+                if not gpu:  # The next part can still be measured: a GPU is often there only once.
+                    raise
+                failed = True
+                note(f"{name} failed:\n{traceback.format_exc()}")
+            free_memory()
     if as_json:
-        machine = {"torch": torch.__version__, "device": str(DEVICE)}
-        machine |= {"cores": ddp_setup.available_cpus()}
-        click.echo(json.dumps({**machine, "rows": rows}, indent=1))
+        about = {"torch": torch.__version__, "device": device_name()}
+        about |= {"cores": ddp_setup.available_cpus()}
+        click.echo(json.dumps({**about, "rows": rows}, indent=1))
+    sys.exit(failed)
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if DEVICE.type == "cuda" else str(DEVICE)
+
+
+def free_memory() -> None:
+    """Give the memory of the device back, so that other processes can use it.
+
+    Also forget compiled graphs: torch keeps eight versions of a function and compiles no more.
+    """
+    torch.compiler.reset()
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def format_row(line: Row) -> str:
@@ -584,7 +998,8 @@ def format_row(line: Row) -> str:
     text = f"{line.what:48} {line.figure:12,.4g} {line.unit:10}"
     if not line.against:
         return text
-    return f"{text}  {line.against:24} {line.other:12,.4g}  x {line.ratio:.2f}"
+    text += f"  {line.against:24} {line.other:12,.4g}"
+    return text if math.isnan(line.ratio) else f"{text}  x {line.ratio:.2f}"
 
 
 if __name__ == "__main__":

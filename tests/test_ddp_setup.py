@@ -417,6 +417,35 @@ def test_a_device_that_is_not_available_is_an_error_that_lists_those_that_are(al
             pass
 
 
+def train_in_two_parts() -> None:
+    """Make 4 updates, and 2 and 2 with a new replica in between; compare the weights bit by bit."""
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+
+        def train(state: dict[str, torch.Tensor], steps: range) -> dict[str, torch.Tensor]:
+            model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 9))
+            model.load_state_dict(state)
+            replica = ddp_setup.replicate(model, world)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            for step in steps:
+                seeded = torch.Generator().manual_seed(100 * step + world.rank)
+                replica(torch.randn(8, 40, generator=seeded)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return model.state_dict()
+
+        torch.manual_seed(0)
+        start = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 9)).state_dict()
+        whole, parts = train(start, range(4)), train(train(start, range(2)), range(2, 4))
+        assert all(torch.equal(whole[name], parts[name]) for name in start)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_new_replica_continues_bitwise_exactly_on_any_number_of_ranks(size):
+    """DistributedDataParallel alone rounds the first step of a replica differently."""
+    assert ddp_setup.spawn(train_in_two_parts, size) == 0
+
+
 def compare_batch_norm_statistics() -> None:
     with ddp_setup.process_group("cuda") as world:
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1))

@@ -236,6 +236,40 @@ def test_a_model_that_is_not_gpt2_is_refused(tmp_path, name):
     assert str(caught.value).startswith(f"{tmp_path / 'hf'}: ") and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["model", "model_args", "vocabulary"])
+def test_a_tensor_in_place_of_a_dict_is_an_error(tmp_path, key, recwarn):
+    torch.save({**nano(tmp_path), key: torch.ones(3)}, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match="not a nanoGPT checkpoint|vocabulary is not a dict"):
+        exchange.read(f"{tmp_path}", reader.read)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"block_size": 10**12},
+            r"positions.weight is \(24, 32\); it must be \(1000000000000, 32\)",
+        ),
+        ({"arch": "gpt2"}, "'positions.weight'"),
+        ({"embd": 10**6}, r"blocks.0.qkv.weight is \(96, 32\); it must be \(3000000, 1000000\)"),
+    ],
+    ids=lambda value: f"{value}"[:20],
+)
+def test_a_model_that_would_be_larger_than_its_weights_is_refused(tmp_path, change, message):
+    """To build it would take any amount of memory, whatever the size of the file."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = of("char", "modern" if "arch" in change else "gpt2")[1]
+    weights = {name: weight.clone() for name, weight in model.weights.items()}
+    if "embd" in change:
+        weights["embedding.weight"] = torch.zeros(0, change["embd"])
+    about = {"config": {**model.config, **change}, "vocabulary": model.vocabulary}
+    metadata = {"ddpkit": json.dumps(about)}
+    safetensors.save_file(weights, tmp_path / "model", metadata)
+    with pytest.raises(ValueError, match=message):
+        exchange.read(f"{tmp_path / 'model'}", reader.read)
+
+
 @pytest.mark.parametrize("config", ["", "[]", "[" * 100_000], ids=["nothing", "a list", "deep"])
 def test_a_config_of_another_form_is_an_error_of_one_line(tmp_path, config):
     (tmp_path / "config.json").write_text(config)

@@ -372,11 +372,8 @@ def test_distributing_changes_nothing(ranks, size):
     torch.testing.assert_close(dict(shared["model"]), dict(alone["model"]), rtol=1e-6, atol=1e-7)
 
 
-# With three ranks, DistributedDataParallel itself is not exact: it orders the gradients anew after its
-# first step, and then adds them up in another order.
-@pytest.mark.parametrize(
-    "size, kind", [*((2, kind) for kind in KINDS), *((3, kind) for kind in KINDS[2:])]
-)
+@SIZES
+@EACH
 def test_resume_is_bitwise_exact(ranks, size, kind):
     straight, again = ranks(size)[0]["resumed", kind]["ends"]
     assert same(dict(straight["model"]), dict(again["model"]))

@@ -1,6 +1,7 @@
 """Tests of extras/reader.py: forged files are refused, no code runs, and no memory is taken."""
 
 import io
+import itertools
 import os
 import pickle
 import re
@@ -84,6 +85,37 @@ HONEST = {"model": {"w": torch.ones(3)}}
 THREE, MANY = b"K\x03", b"J" + struct.pack("<i", BOMB // 4)
 W = torch.ones(20_000)
 NEST = b"\x80\x02}(X\5\0\0\0model}X\1\0\0\0x" + b"]" * 100_000 + b"a" * 99_999 + b"u."
+
+
+def forged_pickle(text: bytes) -> bytes:
+    return zipped({**records(HONEST), "archive/data.pkl": b"\x80\x02" + text})
+
+
+def numbers(count: int) -> bytes:
+    """Return the opcodes of some numbers."""
+    return b"".join(b"J" + struct.pack("<i", i) for i in range(count))
+
+
+def often(function: bytes, argument: bytes, times: int) -> bytes:
+    """Return a pickle that calls a function again and again with the same argument."""
+    calls = b"h\0h\1\x85R" * times
+    return forged_pickle(b"](" + function + b"q\0" + argument + b"q\1" + calls + b"e.")
+
+
+def read_again(size: int, times: int) -> bytes:
+    """Return a file in which one record is read under many names that differ in upper case only."""
+    parts = records({"model": [torch.ones(size)] * 2})
+    text, key = parts["archive/data.pkl"], b"X\1\0\0\0" + b"0"
+    assert key in text
+    names = ["".join(name) for name in itertools.islice(itertools.product("aA", repeat=9), times)]
+    rebuilt = text[text.index(b"ctorch._utils") : text.index(b"tq", text.index(b"R")) + 3]
+    body = b"".join(rebuilt.replace(key, b"X\x09\0\0\0" + name.encode()) + b"R" for name in names)
+    parts |= {"archive/data.pkl": b"\x80\x02](" + body + b"e."}
+    parts["archive/data/aaaaaaaaa"] = parts.pop("archive/data/0")
+    return zipped(parts)
+
+
+TOO_OFTEN = "uses some values too often, or nests them too deeply"
 FORGED: dict[
     str, tuple[Callable[[Path], bytes], str]
 ] = {  # kind: (content, reason; "" if it is loaded)
@@ -156,6 +188,47 @@ FORGED: dict[
     "a text that is cut": (
         lambda p: edited(b"X\x05\0\0\0model", b"X\xff\xff\xff\x7fmodel"),
         "expected 2147483647 bytes",
+    ),
+    "a key of 2^40 values": (
+        lambda p: forged_pickle(b"}" + b")" + b"q\0h\0\x86" * 40 + b"K\1s."),
+        TOO_OFTEN,
+    ),
+    "a key in which tuples are nested 200,000 times": (
+        lambda p: forged_pickle(b"}" + b")" + b"\x85" * 200_000 + b"K\1s."),
+        TOO_OFTEN,
+    ),
+    "a set of 2^40 values": (
+        lambda p: forged_pickle(b"c__builtin__\nset\n](K\1q\0" + b"h\0\x86q\0" * 40 + b"e\x85R."),
+        TOO_OFTEN,
+    ),
+    "a record that is 2^40 values": (
+        lambda p: edited(b"X\1\0\0\x000", b")" + b"q\x30h\x30\x86" * 40),
+        TOO_OFTEN,
+    ),
+    "many sets of one list": (
+        lambda p: often(b"c__builtin__\nset\n", b"](" + numbers(5000) + b"e", 1000),
+        TOO_OFTEN,
+    ),
+    "many copies of a dict": (
+        lambda p: often(b"ccollections\nOrderedDict\n", b"}(" + numbers(6000) + b"u", 1000),
+        TOO_OFTEN,
+    ),
+    "many sizes from one tuple": (
+        lambda p: often(b"ctorch\nSize\n", b"(" + numbers(5000) + b"t", 5000),
+        TOO_OFTEN,
+    ),
+    "one record under 500 names": (lambda p: read_again(250_000, 500), "'data/aaaaaaaaa' is not"),
+    "a long text that is called": (
+        lambda p: forged_pickle(b"X" + struct.pack("<I", 300_000) + b"a" * 300_000 + b")R."),
+        "calls a value",
+    ),
+    "a large value that is called": (
+        lambda p: forged_pickle(b"]" + b"q\0](h\0h\0e" * 40 + b")R."),
+        "calls a value",
+    ),
+    "a long name": (
+        lambda p: forged_pickle(b"ctorch\n" + b"a" * 300_000 + b"Storage\n."),
+        "it needs torch a",
     ),
     "a nest": (lambda p: zipped({**records(HONEST), "archive/data.pkl": NEST}), ""),
     "a storage by its size": (

@@ -343,6 +343,17 @@ WRONG = {
 }
 
 
+def test_a_tokenizer_on_which_the_package_panics_is_a_value_error():
+    """The prefix is longer than a token that is merged. A PanicException is no Exception."""
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}
+    text = json.dumps({"model": {**model, "continuing_subword_prefix": "longer"}})
+    with pytest.raises(BaseException) as caught:
+        tokenizers.Tokenizer.from_str(text)
+    assert not isinstance(caught.value, Exception)
+    with pytest.raises(ValueError, match="not a tokenizer.json of Hugging Face tokenizers: "):
+        tokenizer.size(text)
+
+
 def test_data_that_cannot_be_encoded_are_an_error_of_one_line(made, tmp_path):
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 99)
