@@ -30,6 +30,7 @@ the file system fails.
 """
 
 import copy
+import errno
 import hashlib
 import math
 import os
@@ -265,11 +266,14 @@ def load(folder: str, entry: Entry) -> State:
 
 
 def _read_state(path: str | Path, device: str) -> Any:
-    """Read a file that torch.save wrote. Raise ValueError if that fails for any reason."""
+    """Read a file that torch.save wrote. Raise ValueError, or OSError if the disk fails."""
     try:
         with warnings.catch_warnings(action="ignore"):  # they repeat the error in several lines
             return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
+        # torch.load also reports a file that is cut off as an OSError, with EINVAL.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         reason = f"torch.load(weights_only=True) raised {type(error).__name__}"
         raise ValueError(f"not a checkpoint: {reason}") from error
 
@@ -301,7 +305,10 @@ def parse_names(names: Iterable[str]) -> list[Entry]:
 
 def list_checkpoints(folder: str) -> list[Entry]:
     """Return the checkpoints in a folder, oldest first; [] if there is no folder. Reads no file."""
-    return parse_names(os.listdir(folder) if os.path.isdir(folder) else [])
+    try:
+        return parse_names(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def newest(
@@ -327,7 +334,7 @@ def newest(
                 return newest(folder, load, list_checkpoints)
             rejected.append(f"{entry.name}: {error}")
     if rejected:
-        raise ValueError(f"{folder}: no checkpoint can be used; {rejected[0]}")
+        raise ValueError(f"{folder}: no checkpoint can be used; {'; '.join(rejected)}")
     return None, rejected
 
 
@@ -424,8 +431,8 @@ def write_text(folder: str, name: str, text: str) -> None:
 def append_text(folder: str, name: str, line: str) -> None:
     """Add a line to a file. `line` must end with a line break.
 
-    After an OSError, no part of the line is in the file. The line is not fsynced: it may be lost in
-    a power failure, but not when the process is killed.
+    If the write raises OSError, no part of the line is in the file. The line is not fsynced: it may
+    be lost in a power failure, but not when the process is killed.
     """
     with open(Path(folder, name), "ab", buffering=0) as file:
         end, data = file.tell(), line.encode()
@@ -436,8 +443,10 @@ def append_text(folder: str, name: str, line: str) -> None:
 
 def read_text(folder: str, name: str) -> str:
     """Return the text of a file, or "" if there is no such file. Invalid UTF-8 is replaced."""
-    path = Path(folder, name)
-    return path.read_text("utf-8", "replace") if path.exists() else ""
+    try:
+        return Path(folder, name).read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
 
 
 # --------------------------------------------------------------------------------------- durability

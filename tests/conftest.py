@@ -448,6 +448,11 @@ def s3(s3_server: Storage) -> Iterator[Storage]:
 TABLE = pytest.StashKey[list[tuple[str, int, int, float]]]()  # fault, trials, passed, seconds
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "number of the first trial of each random fault; a failed trial prints its number"
+    parser.addoption("--seed", type=int, help=text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "torture: counted trials of one fault; `-m torture` runs all of them"
@@ -493,15 +498,16 @@ def trials(request: pytest.FixtureRequest) -> Callable[..., None]:
                 failed[number] = error
             return True
 
+        first = request.config.option.seed or 0
         with ThreadPoolExecutor(at_once) as pool:
-            tried = sum(pool.map(one, range(count)))
+            tried = sum(pool.map(one, [(first + i) % many for i in range(count)]))
         passed = each * (tried - len(failed))
         request.config.stash[TABLE].append((fault, each * tried, passed, time.monotonic() - begun))
         if failed:
             number, error = min(failed.items(), key=lambda item: item[0])
             numbers = ", ".join(map(str, sorted(failed)))
             text = (
-                f"{len(failed)} of {tried} trials failed ({numbers}), number {number} with: {error}"
+                f"{len(failed)} of {tried} trials failed ({numbers}), --seed {number} with: {error}"
             )
             raise AssertionError(text) from error
         if skipped:
