@@ -333,7 +333,9 @@ def training() -> Iterator[Row]:
                     "bare step": bare_step(shape, dtype),
                     "adamw": toolkit_step(shape, dtype),
                     "adamw, compiled": toolkit_step(shape, dtype, compiled=True),
-                    "muon": toolkit_step(shape, dtype, optimizer="muon"),
+                    "muon": toolkit_step(shape, dtype, optimizer="extras/muon"),
+                    "muon, compiled": toolkit_step(shape, dtype, True, optimizer="extras/muon"),
+                    "torch's muon, compiled": toolkit_step(shape, dtype, True, optimizer="muon"),
                     "gpt2, adamw": toolkit_step(shape, dtype, arch="gpt2"),
                 },
                 25,
@@ -343,6 +345,9 @@ def training() -> Iterator[Row]:
             for name, seconds in taken.items():
                 rate = tokens / seconds
                 yield row(f"{what} {name}", rate, "tokens/s", "tutorial loop, float32", tutorial)
+            for name in ("muon, compiled", "torch's muon, compiled"):
+                rate, adamw = tokens / taken[name], tokens / taken["adamw, compiled"]
+                yield row(f"{what} {name}", rate, "tokens/s", "adamw, compiled", adamw)
             what, seconds = f"{what} adamw", taken["adamw"]
             yield row(what, seconds * 1e3, "ms", "bare step", bare * 1e3)
             reached, peak = flops / seconds / 1e9, matmul_rate(dtype) / 1e9

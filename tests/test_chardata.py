@@ -84,6 +84,11 @@ def test_permute_gives_known_values_so_that_old_runs_resume_in_the_same_order():
     assert huge.tolist() == KNOWN_HUGE_PLACES
 
 
+def test_permute_of_a_square_number_and_rank_indices_have_known_values():
+    assert chardata.permute(np.arange(8), 1024, 5).tolist() == KNOWN_PLACES_OF_A_SQUARE
+    assert chardata.rank_indices(10, 0, 1, epoch=3, seed=7).tolist() == KNOWN_INDICES
+
+
 def test_permute_computes_each_index_alone_and_keeps_the_shape():
     n, index = 12345, np.array([[12344, 0, 17], [17, 5000, 1]])
     together = chardata.permute(index, n, key=1)
@@ -268,6 +273,12 @@ def test_steps_give_known_windows_so_that_old_runs_resume_with_the_same_data():
     assert firsts == KNOWN_FIRSTS
 
 
+def test_without_a_seed_the_order_is_that_of_seed_0():
+    plan = BatchPlan(ramp(1000), 16, 5)
+    for (a, _), (b, _) in zip(steps(plan, 9), steps(plan._replace(seed=0), 9), strict=True):
+        assert_same_batches(a, b)
+
+
 @pytest.mark.parametrize("options", [{}, {"rank": 1, "world_size": 3, "accum": 2}])
 def test_starting_at_a_step_equals_skipping_to_the_step(options):
     def as_lists(some):
@@ -333,6 +344,11 @@ def test_every_window_goes_in_order_and_ends_with_the_short_window():
     batches = list(chardata.every_window(BatchPlan(ramp(36), 4, 3)))
     assert [tuple(x.shape) for x, _ in batches] == [(3, 4), (3, 4), (2, 4), (1, 3)]
     assert torch.cat([y.flatten() for _, y in batches]).tolist() == list(range(1, 36))
+
+
+def test_every_window_of_one_token_goes_alone_with_batch_size_1():
+    batches = list(chardata.every_window(BatchPlan(ramp(6), 1, 1)))
+    assert [(x.tolist(), y.tolist()) for x, y in batches] == [([[i]], [[i + 1]]) for i in range(5)]
 
 
 def test_every_window_of_no_tokens_gives_no_batch():
@@ -515,6 +531,10 @@ def test_bare_ids_are_written_as_numbers():
     assert list(chardata.decode([5, 17], "ids", "")) == ["5 ", "17 "]
     with pytest.raises(ValueError, match="'a'"):
         chardata.encode("5 a", "ids", "")
+
+
+def test_the_lowest_and_the_highest_number_are_ids():
+    assert chardata.encode("0 4294967295", "ids", "").tolist() == [0, 2**32 - 1]
 
 
 @pytest.mark.parametrize("text", ["1 -1", "4294967296"])
@@ -874,6 +894,32 @@ def test_the_digest_has_known_values_so_that_old_checkpoints_fit_their_data():
     assert chardata.digest([large] * 20) == KNOWN_DIGESTS[2]  # more than 256 MiB together
 
 
+def notices(arrays, at):
+    """Return whether the digest notices a change of one byte of the first array."""
+    before = chardata.digest(arrays)
+    arrays[0][at] ^= 1
+    after = chardata.digest(arrays)
+    arrays[0][at] ^= 1
+    return before != after
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_digest_reads_smaller_blocks_of_more_than_256_mib_together(more):
+    arrays = [np.zeros((256 << 20) - 31 + more, np.uint8), *[np.zeros(1, np.uint8)] * 31]
+    assert notices(arrays, (1 << 20) - 1) == (not more)  # In the first MiB, but not in its half
+    assert notices(arrays, (1 << 19) - 1)
+
+
+def test_a_block_of_the_digest_has_at_least_4_kib():
+    arrays = [np.zeros(257 << 20, np.uint8), *[np.zeros(1, np.uint8)] * 4199]
+    assert notices(arrays, 4095) and not notices(arrays, 4096)
+
+
+def test_the_digest_reads_16_blocks_of_an_array_that_is_longer():
+    assert notices([np.zeros(16 << 20, np.uint8)], (1 << 20) + 9)
+    assert not notices([np.zeros((16 << 20) + (1 << 19), np.uint8)], (1 << 20) + 9)
+
+
 def test_a_thousand_large_arrays_are_told_apart_by_a_small_part_of_each():
     arrays = [np.zeros(1 << 22, np.uint8)] * 1000  # 4 GiB if they were different arrays
     altered = arrays[0].copy()
@@ -953,6 +999,8 @@ def test_the_module_imports_and_reads_without_what_only_unix_has(tmp_path):
 # Results of the version that wrote the first checkpoints. They must never change.
 KNOWN_PLACES = [568, 601, 767, 21, 906, 450, 5, 250]
 KNOWN_HUGE_PLACES = [82406971009130, 924452393849106, 115348782091891]
+KNOWN_PLACES_OF_A_SQUARE = [584, 624, 64, 367, 98, 826, 188, 668]
+KNOWN_INDICES = [6, 5, 0, 7, 4, 3, 2, 8, 9, 1]
 KNOWN_FIRSTS = [
     [432, 480, 256, 320, 928],
     [752, 640, 528, 32, 464],

@@ -9,18 +9,21 @@ import pickle
 import re
 import resource
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
@@ -223,6 +226,23 @@ def test_in_a_group_the_names_have_no_prefix_of_ddp_and_training_resumes(group_o
     assert same(everything(*resumed), everything(*straight))
 
 
+def test_a_sharded_model_is_copied_and_restored(group_of_one):
+    """With one rank, the whole tensor that torch gathers shares memory with the shard."""
+    model = fully_shard(nn.Linear(4, 8), mesh=init_device_mesh("cpu", (1,)))
+    optimizers = [torch.optim.AdamW(model.parameters())]
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizers[0].step()
+        state = ckpt.snapshot(model, optimizers)
+        before = copy.deepcopy(state)
+    with torch.no_grad():
+        for tensor in ckpt._tensors([dict(model.named_parameters()), optimizers[0].state]):
+            tensor.fill_(7.0)
+    assert len(before["optimizers"][0]["state"]) == 2 and same(state, before)
+    ckpt.restore_(state, model, optimizers)
+    assert same(ckpt.snapshot(model, optimizers), before)
+
+
 def test_a_model_in_torch_compile_is_saved_and_restored_by_its_bare_names():
     model, optimizers = trained()
     state = ckpt.snapshot(torch.compile(model), optimizers)
@@ -317,6 +337,24 @@ def test_a_parameter_that_never_had_a_gradient_has_no_moments_after_a_restore():
     assert other.bias not in others[0].state
     for resumed, optimizer in ((model, *optimizers), (other, *others)):
         step(resumed, optimizer, resumed.weight, resumed.bias)
+    assert same(everything(other, others), everything(model, optimizers))
+
+
+def test_restore_deletes_the_gradients():
+    model, optimizers = trained()
+    model(torch.ones(2, 4)).sum().backward()
+    ckpt.restore_(ckpt.snapshot(model, optimizers), model, optimizers)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_optimizer_with_moments_of_some_parameters_gets_those_of_all():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers, others = ([torch.optim.AdamW(m.parameters())] for m in (model, other))
+    (model.weight.sum() + model.bias.sum()).backward()
+    other.weight.sum().backward()
+    optimizers[0].step()
+    others[0].step()
+    ckpt.restore_(ckpt.snapshot(model, optimizers), other, others)
     assert same(everything(other, others), everything(model, optimizers))
 
 
@@ -523,6 +561,31 @@ def test_checkpoints_are_listed_in_the_order_of_steps_and_other_files_are_not(fo
         Path(folder, name).touch()
     assert [entry.step for entry in ckpt.list_checkpoints(folder)] == sorted(steps)
     assert ckpt.newest(folder)[0].state["step"] == 100_000_000
+
+
+def test_the_content_is_made_durable_before_the_file_gets_its_name_and_the_name_afterwards(
+    folder, monkeypatch
+):
+    calls, fsync, replace = [], os.fsync, Path.replace
+
+    def watched_fsync(handle):
+        status = os.fstat(handle)
+        calls.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+        fsync(handle)
+
+    def watched_replace(path, target):
+        calls.append("rename")
+        return replace(path, target)
+
+    ckpt.make_folder(folder)
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    entry = ckpt.save(folder, some_state(1), 1)
+    assert calls == [Path(folder, entry.name).stat().st_size, "rename", "folder"]
+    ckpt.write_text(folder, "a.txt", "text")
+    assert calls[3:] == [4, "rename", "folder"]
+    ckpt.set_aside(folder, entry.name)
+    assert calls[6:] == ["rename", "folder"]
 
 
 def test_two_checkpoints_of_one_step_with_and_without_a_loss_are_both_listed(folder):
@@ -931,6 +994,29 @@ def test_a_new_folder_is_made_durable_from_the_top(tmp_path, monkeypatch):
     assert len(synced) == 2
 
 
+def test_making_a_folder_durable_leaves_no_file_open(tmp_path):
+    handles = []
+    for _ in range(2):
+        handles.append(os.open(tmp_path, os.O_RDONLY))  # the lowest number that is free
+        os.close(handles[-1])
+        ckpt.fsync_folder(tmp_path)
+    assert handles[0] == handles[1]
+
+
+def test_a_folder_that_another_process_makes_at_the_same_time_is_no_error(tmp_path, monkeypatch):
+    is_dir = Path.is_dir
+
+    def too_early(path):
+        found = is_dir(path)
+        with suppress(FileExistsError):  # Another process makes it when this one has just looked.
+            os.mkdir(path)
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", too_early)
+    ckpt.make_folder(str(tmp_path / "a" / "b"))
+    assert os.path.isdir(tmp_path / "a" / "b")
+
+
 # --------------------------------------------------------------------------------------- text files
 
 
@@ -1000,6 +1086,13 @@ def test_lock_names_the_holder_and_is_free_when_the_holder_is_killed(folder):
     process.wait()
 
 
+def test_the_mode_of_the_lock_is_that_of_any_new_file(folder):
+    ckpt.make_folder(folder)
+    ckpt.lock(folder).close()
+    Path(folder, "other").touch()
+    assert Path(folder, ".lock").stat().st_mode == Path(folder, "other").stat().st_mode
+
+
 def test_lock_waits_for_a_process_that_is_just_ending(folder):
     ckpt.make_folder(folder)
     process = holder(folder)
@@ -1048,6 +1141,13 @@ def test_lock_is_none_where_the_file_system_has_no_locks(folder, monkeypatch):
 
     monkeypatch.setattr(ckpt.fcntl, "flock", refuse)
     assert ckpt.lock(folder) is None and f"{ckpt.TEMPORARY}12345" in names(folder)
+
+
+def test_lock_replaces_a_longer_text_of_an_earlier_holder(folder):
+    ckpt.make_folder(folder)
+    ckpt.write_text(folder, ".lock", "x" * 500)
+    ckpt.lock(folder).close()
+    assert "x" * 9 not in ckpt.read_text(folder, ".lock")
 
 
 # ------------------------------------------------------------------------------------------ Windows

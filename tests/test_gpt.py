@@ -181,6 +181,31 @@ def test_each_query_attends_to_all_positions_up_to_its_own(T, S):
         assert_close(out[:, :, t], torch.einsum("bhs,bhsd->bhd", weights, v[:, :, :seen]), 1e-5)
 
 
+def test_attention_is_causal_for_all_small_numbers_of_queries_and_positions():
+    q, k, v = torch.randn(3, 1, 1, 6, 4, generator=torch.Generator().manual_seed(0))
+    whole = gpt.attention(q, k, v, 0.0)
+    for S in range(1, 7):
+        for T in range(1, S + 1):
+            last = gpt.attention(q[:, :, S - T : S], k[:, :, :S], v[:, :, :S], 0.0)
+            assert_close(last, whole[:, :, S - T : S], 1e-5)
+
+
+def test_rms_norm_adds_a_millionth_to_the_mean_square():
+    small = torch.full((2, 4), 1e-3)  # Its mean square is a millionth, too.
+    torch.testing.assert_close(gpt.rms_norm(small), torch.full((2, 4), 0.5**0.5))
+    assert gpt.rms_norm(torch.zeros(4)).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_under_autocast_the_residual_stream_is_bfloat16(autocast):
+    model, seen = random_model("modern"), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(random_tokens(2, 5))
+    assert seen == [torch.bfloat16 if autocast else torch.float32] * SMALL.layers
+
+
 @pytest.mark.parametrize("S, copies", [(12, 1000), (600, 20)])
 def test_dropout_in_attention_is_random_and_keeps_the_mean(S, copies):
     torch.manual_seed(0)
@@ -330,6 +355,21 @@ def test_cross_entropy_in_parts_gives_the_same_loss_and_gradients(parts):
     )
 
 
+def test_cross_entropy_is_computed_in_as_few_parts_as_allowed(monkeypatch):
+    rows, checkpoint = [], gpt.checkpoint
+
+    def watched(part, x, targets, **options):
+        rows.append(len(x))
+        return checkpoint(part, x, targets, **options)
+
+    monkeypatch.setattr(gpt, "checkpoint", watched)
+    x, weight = torch.randn(5, 4), torch.randn(50, 4)
+    for max_logits, expected in ((30, [1] * 5), (200, [4, 1]), (249, [4, 1]), (250, [])):
+        rows.clear()
+        gpt.cross_entropy(x, weight, torch.zeros(5, dtype=torch.int64), max_logits)
+        assert rows == expected
+
+
 def test_cross_entropy_never_holds_more_logits_than_allowed():
     x, weight, targets = (
         torch.randn(64, 4, requires_grad=True),
@@ -349,6 +389,18 @@ def test_cross_entropy_never_holds_more_logits_than_allowed():
     with Watch():
         gpt.cross_entropy(x, weight, targets, max_logits=500).backward()
     assert max(largest) == 500
+
+
+def test_on_a_cpu_the_loss_computes_33_million_logits_at_a_time(monkeypatch):
+    seen = []
+    monkeypatch.setattr(gpt, "cross_entropy", lambda *args: seen.append(args[3]))
+    gpt.loss(gpt.build(SMALL, seed=0), (random_tokens(1, 2), random_tokens(1, 2)))
+    assert seen == [2**25]
+
+
+def test_activations_are_not_recomputed_by_default():
+    assert not gpt.build(SMALL, seed=0).checkpoint_activations
+    assert not gpt.GPT(SMALL).checkpoint_activations
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -374,12 +426,30 @@ def test_checkpointed_activations_give_bitwise_equal_gradients_with_less_memory(
     assert little < much / 3
 
 
+def test_with_checkpointed_activations_autograd_grad_works():
+    """Only the kind of checkpoint that is not reentrant can do this."""
+    model = gpt.build(SMALL, seed=0, checkpoint_activations=True)
+    total, _ = gpt.loss(model, (random_tokens(4, 12), random_tokens(4, 12, seed=1)))
+    gradients = torch.autograd.grad(total, [*model.parameters()])
+    total, _ = gpt.loss(model, (random_tokens(4, 12), random_tokens(4, 12, seed=1)))
+    total.backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch raises it on import
 def test_compiling_does_not_change_parameter_names():
     model = gpt.build(SMALL, seed=0)
     names = [name for name, _ in model.named_parameters()]
     gpt.compile_(model)
     assert [name for name, _ in model.named_parameters()] == names == list(model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch raises it on import
+def test_each_block_is_compiled_alone():
+    model = gpt.build(SMALL, seed=0)
+    gpt.compile_(model)
+    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
+    assert compiled == [*model.blocks]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch raises it on import
@@ -537,6 +607,18 @@ def test_sample_passes_its_settings_to_sample_token():
     assert list(islice(gpt.sample(model, prompt, top_k=1), 20)) == greedy
     assert list(islice(gpt.sample(model, prompt, temperature=1e-4), 20)) == greedy
     assert list(islice(gpt.sample(model, prompt, temperature=3.0), 20)) != greedy
+
+
+def test_sample_draws_with_temperature_1_from_all_tokens_by_default():
+    model, prompt = random_model("modern"), random_tokens(4)
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    plain = gpt.sample(model, prompt, generator=generators[0])
+    explicit = gpt.sample(model, prompt, temperature=1.0, top_k=0, generator=generators[1])
+    assert [*islice(plain, 30)] == [*islice(explicit, 30)]
+
+
+def test_a_tiny_temperature_does_not_overflow():
+    assert gpt.sample_token(LOGITS * 1e10, 1e-40, 0, None) == 1
 
 
 def test_gradients_of_many_parts_are_not_accumulated_in_bfloat16():

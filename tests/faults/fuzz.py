@@ -897,7 +897,7 @@ def read_inputs(
         struct.pack_into("<Q", shared, 0, seed)
         files = target.make(random.Random(f"{name} {seed}"))
         limit = SECONDS + SECONDS_PER_BYTE * sum(map(len, files.values()))
-        signal.setitimer(signal.ITIMER_PROF, limit if target.from_others else 3 * limit)
+        signal.setitimer(signal.ITIMER_PROF, limit if target.from_others else 30 * limit)
         signal.setitimer(signal.ITIMER_REAL, wait)
         result, why = outcome(target, files, folder)
         signal.setitimer(signal.ITIMER_PROF, 0)
