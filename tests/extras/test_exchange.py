@@ -52,8 +52,12 @@ def done(text, tmp_path_factory):
 
 
 def mistaken(ran: Ran, *parts: object) -> None:
-    """Check that a run ended with exit code 2 and one line on stderr, which contains `parts`."""
-    assert ran.code == 2 and ran.out == "" and ran.err.startswith("Error: "), ran
+    """Check that a run ended with exit code 2 and one line on stderr, which contains `parts`.
+
+    Ids that are too high are found in the first step, after the line that begins a training.
+    """
+    assert ran.code == 2 and ran.err.startswith("Error: "), ran
+    assert [line for line in ran.out.splitlines() if not line.startswith("Training: ")] == [], ran
     assert ran.err.count("\n") == 1, ran
     assert parts and [f"{part}" for part in parts if f"{part}" not in ran.err] == [], ran.err
 
