@@ -45,6 +45,7 @@ WAITING = (
     "nobody waits",
     "in a group of their own",
     "rank 1 compiles",
+    "rank 1 compiles kernels",
 )
 TIMED_OUT = "DataLoader timed out after 5 seconds"  # as torch writes it
 
@@ -89,7 +90,9 @@ def agree_and_fail(folder: str, failing: str, error: str = "the cause") -> None:
         torch.manual_seed(world.rank)
         model = ddp_setup.replicate(nn.Linear(2, 1), world)
         weight = model.module.weight.flatten().tolist()
-        seen = [*world[:4], str(world.device), made, text, flags, calls, weight]
+        threads = torch.get_num_threads()
+        timeout = dist.group.WORLD._get_backend(world.device).options._timeout.total_seconds()
+        seen = [*world[:4], str(world.device), threads, timeout, made, text, flags, calls, weight]
         Path(folder, f"{world.rank}.json").write_text(json.dumps(seen))
         dist.barrier()
         if str(world.rank) in failing:
@@ -149,7 +152,7 @@ def wait_for_one_another(kind: str) -> None:
         status = json.dumps({"pg_status": {"0": pending}})
         torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
     init = dist.init_process_group
-    hour = {} if kind == "rank 1 compiles" else {"timeout": timedelta(hours=1)}
+    hour = {} if "compiles" in kind else {"timeout": timedelta(hours=1)}
     dist.init_process_group = lambda *args, **kwargs: init(*args, **{**kwargs, **hour})
     connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
     ddp_setup._connect_to_store = lambda env, _: connect(env, 60)
@@ -170,8 +173,9 @@ def wait_for_one_another(kind: str) -> None:
             while ddp_setup.from_rank_zero(lambda: time.monotonic() < end, world):
                 for _ in range(50):
                     dist.all_reduce(torch.ones(1), group=group)
-        if kind == "rank 1 compiles" and world.rank == 1:
-            exec(compile("import time\ntime.sleep(6)", "/torch/_dynamo/convert_frame.py", "exec"))
+        if "compiles" in kind and world.rank == 1:
+            file = "_inductor/compile_fx" if "kernels" in kind else "_dynamo/convert_frame"
+            exec(compile("import time\ntime.sleep(6)", f"/torch/{file}.py", "exec"))
         if kind in ("rank 0 has left", "rank 1 has left"):
             if str(world.rank) not in kind:
                 time.sleep(9)
@@ -446,6 +450,12 @@ def test_a_new_replica_continues_bitwise_exactly_on_any_number_of_ranks(size):
     assert ddp_setup.spawn(train_in_two_parts, size) == 0
 
 
+def test_without_a_device_the_best_one_is_used(alone):
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    with ddp_setup.process_group() as world:
+        assert world.device.type == ("cuda" if cuda else "mps" if mps else "cpu")
+
+
 def compare_batch_norm_statistics() -> None:
     with ddp_setup.process_group("cuda") as world:
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1))
@@ -523,6 +533,24 @@ def test_a_spawn_that_cannot_start_leaves_the_signal_mask_as_it_was():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+IN_A_NOTEBOOK = """
+import time, ddp_setup  # like a notebook, a program after -c has no file
+def sleep(seconds):
+    time.sleep(seconds)
+print(ddp_setup.spawn(time.sleep, 1, 0))
+ddp_setup.spawn(sleep, 1, 0)
+"""
+
+
+def test_spawn_in_a_notebook_runs_functions_of_modules_only():
+    command = [sys.executable, "-c", IN_A_NOTEBOOK]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=90, **START)
+    assert (ran.returncode, ran.stdout) == (1, "0\n"), ran
+    assert (
+        "ValueError: a new process cannot import functions and classes of a notebook" in ran.stderr
+    )
+
+
 # ------------------------------------------------------------------------------------ several ranks
 
 
@@ -540,6 +568,7 @@ class Ended(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """runs(name) waits for the end of one of the runs below. All start in the background, two at a time."""
+    tmp_path_factory.getbasetemp()  # The threads below must not create it at the same time.
 
     def launch(launcher: list[str], name: str, *args: str, writes: bool = False) -> Ended:
         folder = tmp_path_factory.mktemp(name)
@@ -579,6 +608,7 @@ def runs(tmp_path_factory):
             exit_0=spawned("exit_inside_the_block", "1", "0"),
             second_error=spawned("fail_in_the_second_group", "error"),
             second_killed=spawned("fail_in_the_second_group", "killed"),
+            second_alone=partial(launch_without_launcher, "fail_in_the_second_group", "error"),
         ) as begun,
         ahead(
             stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
@@ -600,8 +630,10 @@ def test_ranks_agree_under_each_launcher(runs, launcher):
     weights = []
     for rank in (0, 1):
         seen = json.loads((folder / f"{rank}.json").read_text())
-        *numbers, device, made, text, flags, calls, weight = seen
+        *numbers, device, threads, timeout, made, text, flags, calls, weight = seen
         assert numbers == [rank, rank, 2, 2] and device == "cpu"
+        assert threads == max(1, ddp_setup.available_cpus() // 2)  # The ranks share the CPUs.
+        assert timeout == 2 * 60  # that of a collective
         assert made == {"by": 0}
         wrong = "invalid literal for int() with base 10: 'no number', FileNotFoundError"
         assert text == wrong  # both ranks raised the errors of rank 0
@@ -674,7 +706,15 @@ def test_a_rank_that_works_while_another_waits_for_it_is_named_with_a_line_of_it
 
 
 @pytest.mark.parametrize(
-    "run", ["nobody waits", "in a group of their own", "rank 1 compiles", "left_0", "left_1"]
+    "run",
+    [
+        "nobody waits",
+        "in a group of their own",
+        "rank 1 compiles",
+        "rank 1 compiles kernels",
+        "left_0",
+        "left_1",
+    ],
 )
 def test_work_without_collectives_may_take_longer_than_the_timeout(runs, run):
     ended = runs(run)
@@ -739,13 +779,14 @@ def test_after_sys_exit_of_one_rank_without_a_code_the_rank_that_waits_names_it(
     [
         ("second_error", "rank 1: in the second group"),
         ("second_killed", "spawn: rank 1 was killed by SIGKILL"),
+        ("second_alone", "rank 1: in the second group"),  # Rank 0 serves the store twice.
     ],
 )
 def test_an_error_in_a_second_group_is_reported_although_the_first_group_failed_too(
     runs, run, line
 ):
     ended = runs(run)
-    assert ended.codes == [1] and ended.lines() == [line]
+    assert {*ended.codes} == {1} and ended.lines() == [line]
 
 
 def test_an_exception_that_the_function_does_not_catch_is_printed(capfd):
@@ -757,9 +798,10 @@ def test_an_exception_that_the_function_does_not_catch_is_printed(capfd):
 
 
 @contextmanager
-def two_ranks(name: str, folder: Path) -> Iterator[subprocess.Popen]:
+def two_ranks(name: str, folder: Path, launcher: list[str] = SPAWN) -> Iterator[subprocess.Popen]:
     """Yield the parent process of two ranks that run `name`, when both are in their process group."""
-    with subprocess.Popen([*SPAWN, name, str(folder)], stderr=subprocess.PIPE, **START) as parent:
+    command = [*launcher, name, str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, **START) as parent:
         try:
             wait_for(
                 lambda: {"0 is up", "1 is up"} <= {path.name for path in folder.iterdir()},
@@ -825,13 +867,20 @@ def test_ranks_listen_only_on_loopback_and_stop_without_an_error_when_the_parent
 
 
 @linux
-def test_when_the_parent_is_killed_no_rank_is_left(tmp_path):
-    with two_ranks("compute_without_end", tmp_path) as parent:
+@pytest.mark.parametrize("launcher", [SPAWN, TORCHRUN], ids=["spawn", "torchrun"])
+def test_when_the_parent_is_killed_no_rank_is_left(tmp_path, launcher):
+    with two_ranks("compute_without_end", tmp_path, launcher) as parent:
         everyone = family(parent.pid)
         assert len(everyone) >= 3
         parent.kill()
         parent.wait()
         wait_for(lambda: not any(family(pid) for pid in everyone), "the ranks to end", 5)
+
+
+def test_a_process_whose_parent_has_ended_already_exits_at_once():
+    program = f"import ddp_setup; ddp_setup._die_with_parent({os.getpid()} + 1); print('alive')"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **START)
+    assert (ran.returncode, ran.stdout) == (1, ""), ran
 
 
 if __name__ == "__main__":

@@ -530,6 +530,16 @@ def test_a_greedy_sample_begins_with_the_prompt_and_is_reproducible(done):
     assert again.out.startswith(greedy.out[:-1])
 
 
+def test_a_sample_depends_only_on_its_seed(undisturbed):
+    ask = ["sample", "--out", undisturbed(1), "--max-new-tokens", 40]
+    defaults = ["--prompt", "\n", "--temperature", 0.8, "--top-k", 0]
+    choices = [["--seed", 1], ["--seed", 1, *defaults], ["--seed", 2], [], []]
+    runs = [run(*ask, *more) for more in choices]
+    assert {ran.code for ran in runs} == {0}, runs
+    texts = [ran.out for ran in runs]
+    assert texts[0] == texts[1] and len({*texts}) == 4
+
+
 def test_eval_prints_the_last_validation_loss_of_the_training(done, undisturbed):
     ran, out = done("eval")
     last = evaluations(out)[100]
@@ -651,6 +661,13 @@ def test_help_lists_every_flag_and_does_not_import_torch():
         --compress --checkpoint --tensorboard --profile --init-from --help --version"""
     assert set(flags.split()) <= shown
     assert re.search(r"^  eval +Print", ran.out, re.M) and re.search(r"^  sample +", ran.out, re.M)
+
+
+def test_a_module_that_is_missing_is_named_in_one_line(tmp_path):
+    shutil.copy(ROOT / "run.py", tmp_path)
+    ran = run("--help", launcher=[sys.executable, str(tmp_path / "run.py")], root=tmp_path)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith("Error: there is no module ddp_setup;") and ran.err.count("\n") == 1
 
 
 # --- promise 8: bad input gives one line, and nothing is written ---
