@@ -510,12 +510,15 @@ def test_long_runs_and_runs_on_cuda_are_compiled_if_there_is_a_compiler(monkeypa
         torch.device("cuda"),
     )
     long, short = 1e14, 1e13
-    monkeypatch.setenv("CXX", sys.executable)  # any program that exists
+    for name in ("CXX", "CC"):  # of the CPU and, for Triton, of CUDA
+        monkeypatch.setenv(name, sys.executable)  # any program that exists
     assert [should_compile(None, cpu, flops) for flops in (short, long)] == [False, True]
     assert should_compile(None, cuda, short) and should_compile(True, cpu, short)
     assert not should_compile(False, cuda, long)
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert not should_compile(None, cpu, long) and not should_compile(None, cuda, long)
+    assert not should_compile(None, cpu, long) and should_compile(None, cuda, long)
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    assert not should_compile(None, cuda, long)
 
 
 # --- sample and eval ---
