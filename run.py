@@ -85,7 +85,8 @@ EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a
 JOB_NAMES = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"  # variables with the launcher's name of a job
 # What helps, for errors whose traceback matches a pattern
 HINTS = {
-    "out of memory|allocate memory|ALLOC_FAILED|failed to map|new thread|(?<!OutOf)MemoryError": (
+    "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
+    "|failed to map|new thread|(?<!OutOf)MemoryError": (
         "a higher --accum or --checkpoint-activations needs less memory"
     ),
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
