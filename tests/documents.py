@@ -14,6 +14,7 @@ FOREIGN_FLAGS = {
     "--local-addr --standalone --shutdown-timeout",
     "srun, sbatch": "--nodes --ntasks-per-node --gpus-per-node --cpu-bind --exclusive --time --signal "
     "--requeue --open-mode",
+    "tests/bench.py": "--gpu --nanogpt",
     "others": "--logdir --no-index --check --out_dir --init_from",
 }
 
