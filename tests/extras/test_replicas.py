@@ -75,9 +75,10 @@ def flip_bits(folder, seed, count):
         torch.save(found, f"{folder}/{world.rank}.pt")
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.torture)])
+@pytest.mark.torture
 @pytest.mark.parametrize("size", [2, 3])
-def test_each_flipped_bit_is_found_on_all_ranks(tmp_path, size, count):
+def test_each_flipped_bit_is_found_on_all_ranks(tmp_path, size, request):
+    count = 10_000 if request.config.option.markexpr == "torture" else 300
     assert ddp_setup.spawn(flip_bits, size, f"{tmp_path}", size, count) == 0
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     assert all(result == results[0] for result in results) and len(results[0]) == count
