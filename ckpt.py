@@ -283,9 +283,9 @@ def _check_state(state: Any) -> None:
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError("not a checkpoint: there is no state dict under 'model'")
     for name, value in state["model"].items():
-        if not isinstance(value, Tensor) or value.is_quantized:  # isnan() refuses quantized ones
-            continue
-        if value.is_meta or value.isnan().any():
+        if isinstance(value, Tensor) and (value.is_meta or value.is_quantized):
+            raise ValueError(f"not supported: {name} is on the device meta or quantized")
+        if isinstance(value, Tensor) and value.isnan().any():
             raise ValueError(f"worthless: {name} contains NaN")
 
 

@@ -435,7 +435,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
 
     All ranks must call this function, with the same architecture; all get the weights of rank 0. A
     single process gets `model` itself, not wrapped. A wrapped model has the original model as its
-    attribute `module`, and the names in its state dict start with "module.". If BatchNorm layers
+    attribute `module`, and the names in its state dict start with "module.". Gradients that the
+    model has are deleted when it is wrapped. If BatchNorm layers
     must compute their statistics over the batches of all ranks, convert them before:
     torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -1174,3 +1175,14 @@ def test_where_a_folder_cannot_be_opened_it_is_not_made_durable(tmp_path, monkey
         patch.setattr(os, "name", "nt")
         ckpt.fsync_folder(str(tmp_path))
     assert len(synced) == 1
+
+
+def test_tensors_that_cannot_be_checked_for_nan_are_refused(tmp_path):
+    with warnings.catch_warnings(action="ignore"):  # torch announces another package for these
+        quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    for tensor in (quantized, torch.ones(2, device="meta")):
+        with pytest.raises(
+            ValueError, match="^not supported: w is on the device meta or quantized"
+        ):
+            ckpt.save(f"{tmp_path}", {"model": {"w": tensor}}, 1)
+    assert [*tmp_path.iterdir()] == []
