@@ -172,7 +172,6 @@ class Flags:
     checkpoint_activations: bool = option(
         False, "Compute blocks again in the backward pass: less memory."
     )
-    compress: str = option("none", "Send gradients as bfloat16: half the bytes.", ["none", "bf16"])
     timeout: float = option(600.0, "Seconds to wait for another rank, or for a save.", POSITIVE)
     out: str = option("out", "Folder or URL for checkpoints and metrics.", PATH)
     fresh: bool = option(False, "Delete the checkpoints in --out, except after a job's restart.")
@@ -184,8 +183,6 @@ class Flags:
         "whole", "sharded: each rank writes its part of a checkpoint.", ["whole", "sharded"]
     )
     keep: int = option(3, "Newest checkpoints to keep, besides the best one.", COUNT)
-    tensorboard: bool = option(False, "Also write the metrics for TensorBoard.")
-    profile: int = option(0, "Steps to trace into trace.json in --out.", FROM_ZERO, metavar="N")
 
 
 # These flags define the model, the order of the data and what the validation loss means. They stay
@@ -197,7 +194,7 @@ PINNED = set(
 # A resumed run does not take these flags from the checkpoint.
 NOT_RESTORED = set(
     "spawn strategy device compile timeout out fresh log_every keep accum checkpoint "
-    "checkpoint_activations tensorboard profile".split()
+    "checkpoint_activations".split()
 )
 
 
@@ -256,8 +253,9 @@ def train(flags: Flags, given: set[str]) -> int:
         # What config.json says besides the flags. restarted() reads the names of the job.
         machine: State = {name: os.environ.get(name) for name in JOB_NAMES} | {"ranks": world.size}
         with suppress(FileNotFoundError):  # no extra: mfu is unknown, the memory is not checked
-            check_and_describe = extra("machine").check_and_describe
-            machine |= check_and_describe(world.device, dtype, world.size, flags.strategy, config)
+            machine |= extra("machine").check_and_describe(
+                world.device, dtype, world.size, flags.strategy, config
+            )
         peak_flops = machine.get("peak_flops", math.nan)
 
         # The model and its optimizers, with the saved weights and moments.
@@ -269,8 +267,6 @@ def train(flags: Flags, given: set[str]) -> int:
         else:
             blocks, shard_ = [*model.blocks], extra("fsdp").shard_
             replica = shard_(model, world.size, world.device, blocks, flags.strategy)
-        if flags.compress == "bf16":
-            extra("fsdp").compress_(replica)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
@@ -304,11 +300,6 @@ def train(flags: Flags, given: set[str]) -> int:
             stop=asked,
             sync_each=flags.strategy == "fsdp",
         )
-        if flags.profile:
-            path = f"{flags.out}/trace.json"
-            training = extra("profiling").traced(training, flags.profile if first else 0, path)
-        if flags.tensorboard:  # append_text of this storage also writes for TensorBoard
-            storage = extra("board").storage(storage, flags.out, start_step)
 
         # The --out folder. Nothing is written to it before this point.
         saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
@@ -317,16 +308,16 @@ def train(flags: Flags, given: set[str]) -> int:
         prepare = partial(prepare_folder, flags, storage, start_step, rejected, resolved | machine)
         with usage_errors(f"--out {flags.out}: "):
             # The lock is held until this function returns.
-            lock, seconds = ddp_setup.wait_together(
-                lambda: prepare() if first else (None, 0.0), world
-            )
+            _lock = ddp_setup.wait_together(lambda: prepare() if first else None, world)
             if sharded:
                 storage.check_shared_folder(flags.out)
 
         if first:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
-        log = partial(append_metrics, storage, flags.out, seconds - PROCESS_START)
+        # time.perf_counter() - run_start is how long the run has trained, in all its parts.
+        run_start = PROCESS_START - saved.get("seconds", 0.0)
+        log = partial(append_metrics, storage, flags.out, run_start)
         # The Future of the last save, and the time at which it should have ended. Before the first
         # save, and always on ranks that write nothing, it is that of a call that does nothing.
         pool = ThreadPoolExecutor(1)
@@ -338,9 +329,9 @@ def train(flags: Flags, given: set[str]) -> int:
 
         gc.freeze()  # garbage collection starts now, and leaves out the objects that exist
         gc.enable()
-        # The step and the time of the last record. The time of evaluations and saves is added to
+        # The tokens and the time of the last record. The time of evaluations and saves is added to
         # it, so that it does not count for tokens per second.
-        logged, logged_at = start_step, time.perf_counter()
+        logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
         try:
             for step, report in training:
                 val_loss: float | None = None
@@ -348,13 +339,13 @@ def train(flags: Flags, given: set[str]) -> int:
                 evaluating = bool(val_plan.tokens) and (last or step % flags.eval_every == 0)
                 if first and (stopped or last or evaluating or step % flags.log_every == 0):
                     loss, norm = float(report.loss), float(report.grad_norm)  # wait for the device
-                    now = time.perf_counter()
-                    rate = (tokens_at(step) - tokens_at(logged)) / (now - logged_at)
-                    logged, logged_at = step, now
+                    now, tokens = time.perf_counter(), tokens_at(step)
+                    rate = (tokens - logged_tokens) / (now - logged_at)
+                    logged_tokens, logged_at = tokens, now
                     record = {
                         "step": step,
                         "epoch": round(step / steps_per_epoch, 4),
-                        "tokens": tokens_at(step),
+                        "tokens": tokens,
                         "loss": loss,
                         "grad_norm": norm,
                         "lr": report.lr,
@@ -363,8 +354,7 @@ def train(flags: Flags, given: set[str]) -> int:
                         "skipped": int(report.skipped),
                     }
                     log(record)
-                    seconds_left = (tokens_at(total) - tokens_at(step)) / rate
-                    say(format_record(record, total, seconds_left))
+                    say(format_record(record, total, (tokens_at(total) - tokens) / rate))
                 # A step whose loss or gradient is not finite is saved only at a stop or at the end.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # If an evaluation or a save follows, float() or isfinite() has waited for the
@@ -388,7 +378,12 @@ def train(flags: Flags, given: set[str]) -> int:
                     if wait_for_saves():
                         saved_step, keep = step, flags.keep
                         state = storage.snapshot(  # every rank helps with it
-                            replica, optimizers, step=step, scaler=scaler.state_dict(), **constants
+                            replica,
+                            optimizers,
+                            step=step,
+                            seconds=time.perf_counter() - run_start,
+                            scaler=scaler.state_dict(),
+                            **constants,
                         )
                         if first or sharded:
                             save = pool.submit(storage.save, flags.out, state, step, val_loss, keep)
@@ -406,7 +401,7 @@ def train(flags: Flags, given: set[str]) -> int:
         failed = not wait_for_saves() or saved_step != step or writing[0].exception() is not None
         failed = ddp_setup.any_rank(failed, world)
     if first and failed:
-        say_error(f"Error: the checkpoint of step {step} was not written")
+        say(f"Error: the checkpoint of step {step} was not written", error=True)
     elif first and step < total:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
     elif first:
@@ -496,7 +491,8 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
                 f"{flag} {ours} contradicts {saved['name']}, made with {flag} {theirs}; "
                 "leave it out, or use --fresh"
             )
-    names = config.keys() - given - NOT_RESTORED
+    # Other versions of this program can have other flags.
+    names = (config.keys() & vars(flags).keys()) - given - NOT_RESTORED
     return replace(flags, **{name: config[name] for name in names})
 
 
@@ -613,8 +609,8 @@ def prepare_folder(
     step: int,
     rejected: list[str],
     config: State,
-) -> tuple[object, float]:
-    """Write the first files into --out. Return its lock, and the seconds the run has taken so far.
+) -> object:
+    """Write the first files into --out and return its lock.
 
     Only rank 0 calls this. Delete an old run for --fresh, set damaged checkpoints aside, and remove
     the metrics after `step`, because these steps are done again. config: for config.json.
@@ -632,16 +628,12 @@ def prepare_folder(
     for name, line in zip(damaged, rejected):
         storage.set_aside(flags.out, name)
         warn(f"{line}; set aside, continuing from step {step}")
-    seconds, lines = 0.0, list[str]()
-    for line in storage.read_text(flags.out, "metrics.jsonl").splitlines(keepends=True):
-        # append_metrics writes "step" first and "seconds" last; a line without them was cut off.
-        complete = re.fullmatch(r'{"step": (\d+), .*"seconds": ([\d.]+)}\n', line)
-        if complete and int(complete[1]) <= step:
-            seconds = float(complete[2])
-            lines.append(line)
-    storage.write_text(flags.out, "metrics.jsonl", "".join(lines))
+    lines = storage.read_text(flags.out, "metrics.jsonl").splitlines(keepends=True)
+    matches = (re.fullmatch(r'{"step": (\d+),.*}\n', line) for line in lines)  # None: was cut off
+    kept = [match[0] for match in matches if match and int(match[1]) <= step]
+    storage.write_text(flags.out, "metrics.jsonl", "".join(kept))
     storage.write_text(flags.out, "config.json", json.dumps(config, indent=1))
-    return lock, seconds
+    return lock
 
 
 def wait_for_save(save: Future[Any], deadline: float) -> bool:
@@ -660,21 +652,31 @@ def wait_for_save(save: Future[Any], deadline: float) -> bool:
 # ------------------------------------------------------------------------------ output and errors
 
 
-def say(text: str) -> None:
-    """Print a line."""
-    with warn_of_os_errors("output"):  # a full disk or a closed pipe must not end the training
-        click.echo(CLEAR_LINE + text)
+def say(text: str, error: bool = False) -> None:
+    """Print a line, on stderr if `error` is true."""
+    with suppress(OSError):  # a full disk or a closed pipe must not end the training
+        click.echo(CLEAR_LINE + text, err=error)
 
 
-def append_metrics(storage: ModuleType, out: str, offset: float, record: State) -> None:
+def warn(text: str) -> None:
+    """Print a warning on stderr."""
+    say(f"Warning: {text}", error=True)
+
+
+warn_once = functools.cache(warn)
+
+
+def append_metrics(storage: ModuleType, out: str, run_start: float, record: State) -> None:
     """Add a record of numbers to metrics.jsonl, with null for NaN and infinity.
 
-    offset: what to add to time.perf_counter() to get the seconds that the run has taken.
+    run_start: time.perf_counter() minus this is the number of seconds that the run has taken.
     """
-    record["seconds"] = round(offset + time.perf_counter(), 3)
+    record["seconds"] = round(time.perf_counter() - run_start, 3)
     finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
-    with warn_of_os_errors("metrics"):
+    try:
         storage.append_text(out, "metrics.jsonl", json.dumps(finite) + "\n")
+    except OSError as error:
+        warn_once(f"metrics not written: {error}; training continues")
 
 
 def show_progress(batches: Iterator[chardata.Batch], show: bool) -> Iterator[chardata.Batch]:
@@ -692,29 +694,6 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
         f"  lr {record['lr']:.1e}  {record['tokens_per_s']:,.0f} tokens/s"
         f"  eta {timedelta(seconds=round(seconds_left))}"
     )
-
-
-def say_error(text: str) -> None:
-    """Print a line on stderr."""
-    with suppress(OSError):
-        click.echo(CLEAR_LINE + text, err=True)
-
-
-def warn(text: str) -> None:
-    """Print a warning on stderr."""
-    say_error(f"Warning: {text}")
-
-
-warn_once = functools.cache(warn)
-
-
-@contextmanager
-def warn_of_os_errors(what: str) -> Iterator[None]:
-    """Turn an OSError into a warning, printed once, that `what` was not written."""
-    try:
-        yield
-    except OSError as error:
-        warn_once(f"{what} not written: {error}; training continues")
 
 
 @contextmanager
@@ -853,23 +832,20 @@ def train_command(**values: Any) -> None:
     line wins.
     """
     ctx = click.get_current_context()
-    if ctx.invoked_subcommand is None:
-        default = click.core.ParameterSource.DEFAULT
-        given = {name for name in values if ctx.get_parameter_source(name) is not default}
-        ctx.exit(launch(Flags(**values), given))
-
-
-def launch(flags: Flags, given: set[str]) -> int:
-    """Train in this process, or in the processes that --spawn asks for; return the exit code."""
+    if ctx.invoked_subcommand is not None:
+        return
+    default = click.core.ParameterSource.DEFAULT
+    given = {name for name in values if ctx.get_parameter_source(name) is not default}
+    flags = Flags(**values)
     # A stop signal that comes before stop_signals() handles it stays pending until then.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     if flags.spawn is None:
-        return train(flags, given)
+        ctx.exit(train(flags, given))
     if "RANK" in os.environ:
         raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
     size = flags.spawn or torch.cuda.device_count() or ddp_setup.available_cpus()
-    return ddp_setup.spawn(main, size, train, flags, given, timeout=flags.timeout)
+    ctx.exit(ddp_setup.spawn(main, size, train, flags, given, timeout=flags.timeout))
 
 
 def click_arguments(flag: Field[Any]) -> dict[str, Any]:
@@ -921,18 +897,19 @@ def main(command: Callable[..., int], *args: object) -> None:
     except click.Abort:  # Ctrl-C outside of a training
         code = 130
     except click.ClickException as error:
-        say_error("Error: " + " ".join(error.format_message().split()))
+        say("Error: " + " ".join(error.format_message().split()), error=True)
         code = error.exit_code
     except (ConnectionError, ChildProcessError, FloatingPointError) as error:
-        say_error(f"Error: {error}")  # a rank was lost or killed, Diverged, or replicas differ
+        # A rank was lost or killed, Diverged, or the replicas differ.
+        say(f"Error: {error}", error=True)
     except Exception as error:
         where, trace = f"Error on rank {os.environ.get('RANK', '0')}", traceback.format_exc()
         first_paragraph = " ".join(f"{error}".split("\n\n")[0].split())
         hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, trace)]
         if hints:
-            say_error(f"{where}: {type(error).__name__}: {first_paragraph}; {hints[0]}")
+            say(f"{where}: {type(error).__name__}: {first_paragraph}; {hints[0]}", error=True)
         else:
-            say_error(f"{where}: {error!r}\n{trace}")
+            say(f"{where}: {error!r}\n{trace}", error=True)
     # Leave at once: to free torch takes half a second, and a save that hangs must not keep the
     # process alive. But run the handlers of atexit (coverage, profilers) and flush the output.
     atexit._run_exitfuncs()

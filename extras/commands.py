@@ -1,4 +1,4 @@
-"""The commands info, plot, export and doctor of run.py. Needs click.
+"""The commands info, plot, tensorboard, export and doctor of run.py. Needs click.
 
     add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)    # in run.py
 
@@ -77,6 +77,18 @@ def add_commands(
             plot.draw(
                 [plot.parse(out, *(text(out, name) for name in names)) for out in outs], output
             )
+
+    @cli.command("tensorboard")
+    @click.argument("outs", nargs=-1, required=True, metavar="OUT...")
+    def tensorboard(outs: tuple[str, ...]) -> None:
+        """Write the metrics in the folders OUT as TensorBoard events. Again shows newer metrics.
+
+        \b
+          python run.py tensorboard out && tensorboard --logdir out
+        """
+        with usage_errors():
+            for out in outs:
+                extra("board").write_events(open_storage(out).read_text(out, "metrics.jsonl"), out)
 
     @cli.command("export")
     @click.argument("out", default="out")

@@ -3,10 +3,13 @@
     for step, report in traced(train_(...), 5, "trace.json"):
         ...                                  # the trace includes the time of this block
 
+In run.py, add this line before the loop of `train`:
+
+    training = extra("profiling").traced(training, 5, "trace.json")
+
 Needs torch.
 """
 
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
@@ -18,32 +21,19 @@ WARMUP = 6  # steps; during the last one the profiler runs already, since its ow
 
 
 def traced(steps: Iterable[T], count: int, path: str) -> Iterator[T]:
-    """Return the same steps. Write a trace of `count` of them, after the first WARMUP, to `path`.
+    """Yield the same steps. Write a trace of `count` of them, after the first WARMUP, to `path`.
 
-    If the steps end early, a warning says so, and the trace is not complete. With a count of 0, no
-    trace is written. ValueError for a URL.
+    If there are fewer than WARMUP + count steps, the trace has fewer steps or is not written.
     """
-    if "://" in path:
-        raise ValueError(f"a trace needs a file, not {path}")
-    return _traced(steps, count, path) if count else iter(steps)
-
-
-def _traced(steps: Iterable[T], count: int, path: str) -> Iterator[T]:
-    steps, done = iter(steps), 0
+    steps = iter(steps)
     plan = schedule(wait=0, warmup=1, active=count, repeat=1)
 
     def write(profiler: profile) -> None:
         profiler.export_chrome_trace(path)
 
-    try:
-        for done, step in enumerate(islice(steps, WARMUP - 1), 1):
+    yield from islice(steps, WARMUP - 1)
+    with profile(schedule=plan, on_trace_ready=write, acc_events=True) as profiler:
+        for step in islice(steps, 1 + count):
             yield step
-        with profile(schedule=plan, on_trace_ready=write, acc_events=True) as profiler:
-            for done, step in enumerate(islice(steps, 1 + count), WARMUP):
-                yield step
-                profiler.step()
-        yield from steps
-    finally:
-        if done < WARMUP + count:
-            needed = f"a trace of {count} steps needs {WARMUP + count} steps"
-            print(f"Warning: {needed}, and there were {done}", file=sys.stderr)
+            profiler.step()
+    yield from steps

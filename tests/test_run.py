@@ -605,7 +605,7 @@ def test_training_continues_without_output_if_the_output_pipe_is_closed(text, tm
         program.errors.seek(0)
         errors = program.errors.read().decode()
     assert code == 0, errors
-    assert errors.startswith("Warning: output not written: ") and errors.count("\n") == 1, errors
+    assert errors == ""
     assert state(tmp_path)["step"] == 60 and len(losses(tmp_path)) == 60
 
 
@@ -661,7 +661,7 @@ def test_help_lists_every_flag_and_does_not_import_torch():
         --block-size --layers --heads --embd --dropout --arch --optimizer --lr --min-lr --warmup
         --weight-decay --clip --dtype --device --compile --checkpoint-activations --eval-every --eval-tokens
         --save-every --log-every --keep --fresh --seed --timeout --spawn --config --strategy
-        --compress --checkpoint --tensorboard --profile --init-from --help --version"""
+        --checkpoint --init-from --help --version"""
     assert set(flags.split()) <= shown
     assert re.search(r"^  eval +Print", ran.out, re.M) and re.search(r"^  sample +", ran.out, re.M)
 

@@ -15,7 +15,7 @@
 # the address (see `ip addr`):  GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 LOCAL_ADDR=10.0.0.1
 #
 # On a slow network, a larger --accum costs no more traffic, because each step sends its gradients
-# once; --compress bf16 sends half of the bytes.
+# once.
 #
 # torchrun waits 10 minutes for missing machines. To stop the training, send SIGTERM to torchrun on
 # any machine: all ranks finish the step, save and stop. This must take less than 30 seconds, because

@@ -1,43 +1,11 @@
-"""Tests of extras/board.py and of --tensorboard."""
+"""Tests of extras/board.py and of the command tensorboard."""
 
-import shutil
-from functools import partial
+import json
+import re
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Ran, ahead, checkpoints, metrics, run
-
-RUNS = [
-    *TINY,
-    "--dropout",
-    0,
-    "--steps",
-    40,
-    "--log-every",
-    1,
-    "--eval-every",
-    10,
-    "--save-every",
-    10,
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def done(text, tmp_path_factory):
-    """Start runs in the background. Return a function: name -> (printed text, --out folder)."""
-    folder = tmp_path_factory.mktemp("extras")
-    runs = {
-        "gpt2": ["--arch", "gpt2", "--tensorboard"],
-        "spawned": ["--spawn", 2, "--tensorboard", "--steps", 12],
-    }
-
-    def train(name: str) -> tuple[Ran, Path]:
-        ran = run(*RUNS, "--data", text, "--out", folder / name, *runs[name])
-        assert ran.code == 0, ran
-        return ran, folder / name
-
-    with ahead(**{name: partial(train, name) for name in runs}) as begun:
-        yield lambda name: begun[name].result()
+from conftest import TINY, metrics, run
 
 
 def shown(out: Path) -> dict[str, list[tuple[int, float]]]:
@@ -55,26 +23,30 @@ def logged(out: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_shows_the_metrics(done):
-    assert shown(done("gpt2")[1]) == logged(done("gpt2")[1])
-
-
-def test_only_rank_0_writes_for_tensorboard(done):
-    out = done("spawned")[1]
-    assert len([*out.glob("events.*")]) == 1 and shown(out) == logged(out)
-
-
-def test_tensorboard_shows_repeated_steps_once(done, tmp_path):
+def test_tensorboard_shows_the_metrics_of_each_run_once(text, tmp_path):
     pytest.importorskip("tensorboard")
-    out = shutil.copytree(done("gpt2")[1], tmp_path / "out")
-    checkpoints(out)[-1].unlink()
-    ran = run("--out", out, "--log-every", 1, "--tensorboard")
-    assert ran.code == 0 and len([*out.glob("events.*")]) == 2, ran
-    assert [step for step, _ in shown(out)["loss"]] == list(range(1, 41))
+    outs = tmp_path / "one", tmp_path / "two"
+    for out in outs:
+        ran = run(*TINY, "--data", text, "--out", out, "--steps", 9, "--log-every", 3)
+        assert ran.code == 0, ran
+    for out in (*outs, *outs):  # a second time, as during a training
+        ran = run("tensorboard", out)
+        assert (ran.code, ran.err) == (0, ""), ran
+    for out in outs:
+        assert len([*out.glob("events.*")]) == 1
+        assert [step for step, _ in shown(out)["loss"]] == [3, 6, 9]
+        assert shown(out) == logged(out)
 
 
 def test_only_finite_numbers_are_written(tmp_path):
     board = pytest.importorskip("extras.board")
-    writer = board.open_board(f"{tmp_path}", start=0)
-    board.write(writer, {"step": 3, "loss": 2.5, "val_loss": float("nan"), "lr": float("inf")})
+    line = {"step": 3, "loss": 2.5, "val_loss": float("nan"), "lr": float("inf"), "mfu": None}
+    board.write_events(json.dumps(line), f"{tmp_path}")
     assert shown(tmp_path) == {"loss": [(3, 2.5)]}
+
+
+@pytest.mark.parametrize("out", ["missing", "memory://bucket/out"])
+def test_what_is_not_a_folder_is_one_line(tmp_path, out):
+    pytest.importorskip("tensorboard")
+    ran = run("tensorboard", out if "://" in out else tmp_path / out)
+    assert ran.code == 2 and re.fullmatch(r"Error: .* is not a local folder\n", ran.err), ran

@@ -1,45 +1,17 @@
-"""Tests of extras/profiling.py and of --profile."""
+"""Tests of extras/profiling.py."""
 
 import json
-from functools import partial
+import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Ran, ahead, run
+from conftest import ROOT, TINY, run
 
 from extras import profiling
 
-RUNS = [
-    *TINY,
-    "--dropout",
-    0,
-    "--steps",
-    40,
-    "--log-every",
-    1,
-    "--eval-every",
-    10,
-    "--save-every",
-    10,
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def done(text, tmp_path_factory):
-    """Start runs in the background. Return a function: name -> (printed text, --out folder)."""
-    folder = tmp_path_factory.mktemp("extras")
-    runs = {
-        "gpt2": ["--arch", "gpt2", "--profile", 2],
-        "spawned": ["--spawn", 2, "--profile", 1, "--steps", 12],
-    }
-
-    def train(name: str) -> tuple[Ran, Path]:
-        ran = run(*RUNS, "--data", text, "--out", folder / name, *runs[name])
-        assert ran.code == 0, ran
-        return ran, folder / name
-
-    with ahead(**{name: partial(train, name) for name in runs}) as begun:
-        yield lambda name: begun[name].result()
+CORE = [f"{name}.py" for name in "ddp_setup gpt chardata loop ckpt run".split()]
 
 
 def traced_steps(path: Path) -> set[str]:
@@ -59,22 +31,18 @@ def test_steps_that_end_before_the_trace_are_yielded(tmp_path, steps):
     assert [*profiling.traced(range(steps), 2, f"{tmp_path / 'trace.json'}")] == [*range(steps)]
 
 
-def test_a_trace_has_as_many_steps_as_the_flag_says(done):
-    events = json.loads((done("gpt2")[1] / "trace.json").read_text())["traceEvents"]
-    names = [event.get("name", "") for event in events]
-    assert {name for name in names if name.startswith("ProfilerStep")} == {
-        "ProfilerStep#1",
-        "ProfilerStep#2",
-    }
-    assert sum(name.startswith("Optimizer.step#AdamW") for name in names) == 2
-
-
-def test_a_trace_of_more_steps_than_are_left_is_a_warning(text, tmp_path):
-    ran = run(*RUNS, "--data", text, "--out", tmp_path, "--steps", 3, "--profile", 5)
-    assert (
-        ran.code == 0 and "Warning: a trace of 5 steps needs 11 steps, and there were 3" in ran.err
-    ), ran
-
-
-def test_only_rank_0_writes_a_trace(done):
-    assert [path.name for path in done("spawned")[1].glob("trace*")] == ["trace.json"]
+def test_the_line_of_the_docstring_traces_a_training_of_the_program(text, tmp_path):
+    """The line is added to a copy of run.py, where the docstring says."""
+    for name in [*CORE, "extras"]:
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    line = re.search(r"training = extra.*", profiling.__doc__)[0]
+    program = (tmp_path / "run.py").read_text()
+    place = "        # The --out folder."
+    assert program.count(place) == 1
+    (tmp_path / "run.py").write_text(program.replace(place, f"        {line}\n{place}"))
+    flags = [*TINY, "--data", text, "--out", tmp_path / "out"]
+    launcher = [sys.executable, "run.py"]
+    ran = run(*flags, "--steps", 12, "--no-compile", launcher=launcher, root=tmp_path)
+    assert ran.code == 0, ran
+    assert traced_steps(tmp_path / "trace.json") == {f"ProfilerStep#{i}" for i in range(1, 6)}
