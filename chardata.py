@@ -3,13 +3,15 @@
     corpus = read(list_files("data/*.txt"), "char")
     train, val = split(corpus.tokens, 0.1)
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
-    verify_unchanged(corpus)  # also before each save and at the end; not needed for kind "char"
+    verify_unchanged(corpus)  # call it again before each save and at the end
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        # count: targets in the batches of all ranks together, or 0 if this rank has no window
+        # count: targets in the batches of all ranks together. It is 0 if this rank has no window:
+        # micro_batches is then a substitute, which must have the weight 0.
         weight = 1 / count if count else 0
         for x, y in micro_batches:  # this rank's part of a global batch; both (B, 256) int64
             (weight * loss_sum(model, x, y)).backward()
-        ...  # sum the gradients over all ranks and update (DDP averages: use world_size * weight)
+        ...  # sum the gradients over all ranks and update
+        # DistributedDataParallel does not sum but average: there, use world_size * weight.
 
 The words of this file:
 
@@ -222,8 +224,8 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     The hash depends on `chars`, on the type and the length of each array, and on the content. So
     that large files take little time, only 16 blocks of an array are read, evenly spaced from its
     first byte to its last; a change between these blocks is not noticed. An array that is shorter
-    than 16 blocks is read whole. A block is 1 MiB. If all arrays together are larger than 256 MiB,
-    a block is 16 MiB / len(tokens), but at least 4 KiB and at most 1 MiB.
+    than 16 blocks is read whole. A block is 1 MiB if all arrays together have at most 256 MiB;
+    otherwise 16 MiB divided by the number of arrays, but at least 4 KiB and at most 1 MiB.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -254,7 +256,8 @@ def characters(texts: Sequence[str]) -> str:
 
 
 def _code_points(text: str) -> Iterator[np.ndarray]:
-    for start in range(0, len(text) + 1, MIB):  # + 1: an empty text gives one empty array
+    # + 1: an empty text must give one (empty) array, because np.concatenate needs at least one.
+    for start in range(0, len(text) + 1, MIB):
         yield np.frombuffer(text[start : start + MIB].encode("utf-32-le"), np.uint32)
 
 
@@ -262,9 +265,9 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
     """Return the token ids of a text, an array (n,).
 
     Kind "byte": the UTF-8 bytes, as uint8. Kind "char": the index of each character in `chars`, in
-    the smallest unsigned type that fits. Kind "ids": the text is whole numbers with spaces between
-    them, as uint32. Raises ValueError that names a character that is not in `chars`, or a number
-    that is not an id.
+    the smallest unsigned type that fits. Kind "ids": the whole numbers, separated by spaces, that
+    the text consists of, as uint32. ValueError names a character that is not in `chars`, or a
+    number that is not an id.
     """
     if kind == "byte":
         return np.frombuffer(text.encode(), np.uint8)
@@ -276,7 +279,7 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
     if unknown := set(characters([text])) - set(chars):
         at = min(map(text.index, unknown))
         raise ValueError(f"character {text[at]!r} at {at} is not among the {len(chars)} in chars")
-    # `chars` is empty if the text is; 0x110000 is the number of Unicode's code points.
+    # There are 0x110000 Unicode code points. max: `chars` can be empty if the text is empty too.
     table = np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
     table[list(map(ord, chars))] = range(len(chars))
     return np.concatenate([table[codes] for codes in _code_points(text)])
@@ -324,8 +327,8 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The inputs of the windows lie end to end. (n - 1) // block_size windows would fit. If this is
-    more than n // block_size - 1, one window is left out, so that each epoch can begin at another
+    The inputs of the windows lie end to end. Up to (n - 1) // block_size windows would fit. This is
+    often one more than the result: one window is left out, so that each epoch can begin at another
     position (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
@@ -375,8 +378,8 @@ def steps(
       included: T + 1 tokens, of which neighbouring windows share one. The *offset* is a hash of
       (seed, epoch), modulo n - W * T. So the windows of each epoch begin at other positions, and a
       token is not always at the same position in its window.
-    - Place k in the order of the epoch has window permute(k, W, key), where `key` is another hash
-      of (seed, epoch). Step s of the epoch takes the places from s * batch_size on.
+    - The k-th window of the epoch (0 <= k < W) is window permute(k, W, key), where `key` is another
+      hash of (seed, epoch). Step s of the epoch starts with k = s * batch_size.
     - Exactly n - 1 - W * T tokens are in no window of the epoch: those before position `offset`,
       and those after position offset + W * T. These are at most 2 * T - 2 tokens. Epochs have
       different offsets, except by chance, and so leave out different tokens. The token at position
@@ -391,21 +394,22 @@ def steps(
     n = num_tokens(tokens)
     epoch_windows = num_windows(n, block_size)
     size = block_size + 1
-    # An array that is shorter than a window only keeps its place in this list. It is never read.
+    # A view has a row for each position where a window can begin. A shorter array has no view, and
+    # its entry here is not used: _gather reads its tokens from `tokens`.
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
     # A call of numpy for few rows is slow. So this rank's windows of `ahead` steps are read at
     # once, about 2**18 tokens.
     ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # The steps of this epoch that are read at once, (G, 1). All have equally many windows: the
-        # last step of an epoch, which can have fewer, is read alone.
+        # `group`: the numbers of the G steps that are read at once, (G, 1). All these steps have
+        # equally many windows: the last step of an epoch, which can have fewer, is read alone.
         whole_steps = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(ahead, whole_steps)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
         order = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
-        if not mine.size:
+        if not mine.size:  # read window 0 as a substitute, and declare the count 0
             order, windows = np.zeros_like(group), 0
         offset = _key(seed, epoch, "offset") % (n - epoch_windows * block_size)
         starts = offset + order * block_size
@@ -426,11 +430,12 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     is used, so plan.seed has no effect.
 
     Each batch is (x, y), both (B, T) int64 on the CPU, where T = plan.block_size and B is at most
-    plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) B is
-    chosen such that the largest number of windows of a rank is as small as possible. The ranks take
-    the batches in turn. If T does not divide n - 1, the last batch is one window that is shorter
-    than T. The numbers of batches of two ranks differ by at most one, and a rank can have none. So
-    a collective for each batch can hang, unless ranks that have no batch left take part in it too.
+    plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) Each
+    rank gets as few batches as this limit allows, and B is as small as possible for this number of
+    batches. The ranks take the batches in turn. If T does not divide n - 1, the last batch is one
+    window that is shorter than T. The numbers of batches of two ranks differ by at most one, and a
+    rank can have none. So a collective for each batch can hang, unless ranks that have no batch
+    left take part in it too.
 
     Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """
@@ -460,8 +465,8 @@ def _gather(tokens: Tokens, views: Tokens, starts: np.ndarray, size: int) -> np.
     first, last = np.searchsorted(begins, [starts, starts + size - 1], "right") - 1
     place = starts - begins[first]
     for k in np.unique(first[first == last]):  # rows that lie in one array
-        mine = (first == k) & (last == k)
-        rows[mine] = views[k][place[mine]]
+        inside = (first == k) & (last == k)
+        rows[inside] = views[k][place[inside]]
     for at in zip(*np.nonzero(first != last)):  # rows that lie in several arrays
         rows[at] = np.concatenate(
             _slice(tokens[first[at] : last[at] + 1], place[at], place[at] + size)

@@ -2,7 +2,7 @@
 
     state = snapshot(model, optimizers, note="anything")        # on every rank
     if rank == 0:
-        save("out", state, step=400, loss=1.88, keep=3)
+        save("out", state, step=400, loss=1.8812, keep=3)
 
     found = newest("out")[0] if rank == 0 else None
     restore_(found.state if found else {}, model, optimizers)   # on every rank
@@ -17,8 +17,9 @@ which raises the error of one rank on all ranks.
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
 `torch.load(path, weights_only=True)` reads the file without this module. The file holds a dict:
-"model" is a state dict on the CPU with the names of the bare model, "optimizers" has one dict per
-optimizer, and the other entries are those that the caller gave to snapshot().
+"model" is a state dict on the CPU with the names of the model without DDP or torch.compile,
+"optimizers" has one dict per optimizer, and the other entries are those that the caller gave to
+snapshot().
 
 A checkpoint name without ".pt" is the name of a folder: a sharded checkpoint, which
 extras/sharded.py writes, reads and deletes. This module only lists it and can rename it.
@@ -57,7 +58,9 @@ except ImportError:  # on Windows
 State = dict[str, Any]
 # step, loss (optional), digest, ".pt" (not for a sharded checkpoint)
 NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})(\.pt)?")
-TEMPORARY = ".saving-"  # the name of a file or folder being written or deleted starts with this
+# Names of files that are being written start with this. So do names of folders that
+# extras/sharded.py is writing or deleting.
+TEMPORARY = ".saving-"
 
 
 class Entry(NamedTuple):
@@ -102,11 +105,11 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
         ],
     }
     # Tensors that torch gathered or moved to the CPU are copies already. Only tensors that share
-    # memory with the training (their address is in `live`) must be copied. deepcopy takes
-    # memo[id(t)] as the copy of t.
+    # memory with the training (their address is in `live`) must be copied. deepcopy does not copy
+    # an object that `memo` lists as its own copy.
     live = {t.data_ptr() for t in _tensors([model.state_dict(), [o.state for o in optimizers]])}
-    copied = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
-    return {**copy.deepcopy(state, memo=copied), **more}
+    copies = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
+    return {**copy.deepcopy(state, memo=copies), **more}
 
 
 def _state_dict_functions() -> Any:
@@ -130,18 +133,19 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
     Every rank must call this. In a process group all ranks get the state of rank 0, and what the
     other ranks pass is ignored. If rank 0 passes {}, nothing changes on any rank. If the state has
-    "optimizers", the optimizers get their saved moments. If not, their moments are deleted, as
-    before the first step. In both cases they keep the settings that they have now (learning rate,
-    weight decay, ...). Gradients are deleted. `state` is not changed and shares no memory with the
-    model and the optimizers.
+    "optimizers", the optimizers get their saved moments. If not, their moments are deleted, so that
+    the optimizers are as they were before their first step. In both cases they keep the settings
+    that they have now (learning rate, weight decay, ...). Gradients are deleted. `state` is not
+    changed and shares no memory with the model and the optimizers.
 
     ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
     and moments may be deleted.
     """
     in_group = dist.is_initialized()
     if in_group:
-        # Other ranks get names, shapes and dtypes, so that all ranks find the same errors. deepcopy
-        # takes memo[id(t)] as the copy of t: a tensor on the device "meta" has no content.
+        # At first the other ranks get only names, shapes and dtypes, so that all ranks find the
+        # same errors. dcp sends the content later. Here deepcopy replaces each tensor by one on the
+        # device "meta", which has no content: memo[id(t)] stands for the copy of t.
         outline = [copy.deepcopy(state, memo={id(t): t.to("meta") for t in _tensors(state)})]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
@@ -163,27 +167,28 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     dcp.set_model_state_dict(model, dict(state["model"]), options=options)  # torch changes the dict
     for optimizer, old, groups in zip(optimizers, saved, settings):
         if old:
-            # torch needs the groups, and replaces the optimizer's groups by copies in which tuples,
-            # such as betas, have become lists.
+            # torch needs the groups, and it replaces the optimizer's own groups by copies in which
+            # tuples, such as betas, have become lists. So put the own groups back afterwards.
             new = {"state": copy.deepcopy(old["state"]), "param_groups": groups}
             own = optimizer.param_groups
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
             optimizer.param_groups = own
             # torch has also made moments for parameters that have none in the checkpoint.
-            for here, names in zip(own, groups):
-                for parameter, name in zip(here["params"], names["params"]):
+            for own_group, group in zip(own, groups):
+                for parameter, name in zip(own_group["params"], group["params"]):
                     if not old["state"].get(name):
                         optimizer.state.pop(parameter, None)
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
-    """Delete gradients and moments; return the optimizer's settings in the form of a state dict.
+    """Delete gradients and moments; return the optimizer's groups, with names for the parameters.
 
-    ValueError if saved["state"], {parameter: {moment: tensor}}, has other moments, shapes or dtypes
-    than this optimizer creates. Fused optimizers do not check this and would compute nonsense.
+    saved["state"] is {parameter name: {moment: tensor}}. ValueError if it has other moments, shapes
+    or dtypes than this optimizer creates. Fused optimizers do not check this and would compute
+    nonsense.
     """
-    # Of an optimizer without gradients and state, get_optimizer_state_dict creates the state: the
-    # optimizer takes a step with zero gradients and learning rate 0.
+    # If an optimizer has no gradients and no state, get_optimizer_state_dict creates the state: it
+    # lets the optimizer take a step with zero gradients and learning rate 0.
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
     ours = _state_dict_functions().get_optimizer_state_dict(model, optimizer)
@@ -266,20 +271,25 @@ def load(folder: str, entry: Entry) -> State:
 
 
 def _read_state(path: str | Path, device: str) -> Any:
-    """Read a file that torch.save wrote. Raise ValueError, or OSError if the disk fails."""
+    """Read a file that torch.save wrote. ValueError if it is not such a file."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # they repeat the error in several lines
+        # torch's warnings only repeat the error, in several lines.
+        with warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        # torch.load also reports a file that is cut off as an OSError, with EINVAL.
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+        # For a truncated file, torch.load also raises OSError, with EINVAL.
+        disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
+        if disk_failed or "memory" in repr(error):  # the file may be good
             raise
         reason = f"torch.load(weights_only=True) raised {type(error).__name__}"
         raise ValueError(f"not a checkpoint: {reason}") from error
 
 
 def _check_state(state: Any) -> None:
-    """Raise ValueError unless state["model"] is a dict whose tensors are free of NaN."""
+    """Raise ValueError unless state["model"] is a dict whose tensors are free of NaN.
+
+    ValueError also for tensors that cannot be checked: quantized ones, and those on "meta".
+    """
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError("not a checkpoint: there is no state dict under 'model'")
     for name, value in state["model"].items():
@@ -320,10 +330,10 @@ def newest(
 ) -> tuple[Found | None, list[str]]:
     """Return the newest checkpoint that verifies, and a message for each newer, damaged checkpoint.
 
+    A checkpoint verifies if load() returns its state. If load() raises OSError or ValueError, the
+    checkpoint counts as damaged, and the next older one is tried. Other exceptions are passed on,
+    for example NotImplementedError if a sharded checkpoint is reached before one verifies.
     (None, []) means that there are no checkpoints. ValueError if there are some but none verifies.
-    If load() raises OSError or ValueError, the checkpoint counts as damaged, and the next older one
-    is tried. Other exceptions are passed on, for example NotImplementedError if a sharded
-    checkpoint is reached before one verifies.
 
     load, list_checkpoints: leave them out. extras/remote.py and extras/sharded.py pass their own.
     """
@@ -350,7 +360,7 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """
     rated = [entry for entry in entries if entry.loss is not None]
     best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
-    older = entries[: -keep or None]  # None: if keep is 0, all entries
+    older = entries[: -keep or None]  # [:-0] would be empty; [:None] is all entries
     return [entry for entry in older if entry != best]
 
 
@@ -366,8 +376,8 @@ def prune(folder: str, keep: int) -> None:
 def remove(folder: str, name: str) -> None:
     """Delete the file of a checkpoint. A missing file is no error.
 
-    A folder, such as a sharded checkpoint, is not deleted: it is renamed as set_aside() does, also
-    if it is intact. extras/sharded.py has a function that deletes it.
+    A folder, such as a sharded checkpoint, is not deleted: set_aside() renames it, even if it is
+    not damaged. extras/sharded.py has a function that deletes it.
     """
     path = Path(folder, name)
     if path.is_dir():

@@ -41,8 +41,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# Importing torch takes a second, and the parent process can end during the import. So note the
-# parent's id before the import.
+# _die_with_parent checks whether the parent process has ended. Importing torch takes a second, and
+# the parent can end during the import. So note the parent's id before.
 PARENT_PID = os.getppid()
 
 import torch  # noqa: E402
@@ -51,8 +51,9 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
-# Where the files of Python and of its packages are, and this file: not the program's own lines
-NOT_PROGRAM = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__
+# Beginnings of the paths of Python's files, of its packages, and of this file. The watcher skips
+# them when it looks for the line where the user's program is.
+LIBRARY_PATHS = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
@@ -60,7 +61,7 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal
 class LaunchEnv(NamedTuple):
     """What the launcher's environment variables say. The defaults describe a single process."""
 
-    # The first four values are also the first four of World.
+    # process_group copies the first four values into World, in this order.
     rank: int = 0  # RANK: number of this process, from 0 to world_size - 1
     local_rank: int = 0  # LOCAL_RANK: number of this process on its machine, from 0
     world_size: int = 1  # WORLD_SIZE: number of processes on all machines
@@ -97,12 +98,12 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
         if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             raise ValueError(
                 f"srun started {env['SLURM_STEP_NUM_TASKS']} tasks, but RANK is not set: "
-                "start with torchrun, or set its variables as extras/slurm.py does"
+                "start with torchrun, or set torchrun's variables as extras/slurm.py does"
             )
         return LaunchEnv()
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR"
     found = {name: env.get(name, "") for name in names.split()}
-    *numbers, address = found.values()
+    *numbers, address = found.values()  # all but the address must be numbers
     if address and all(map(str.isdecimal, numbers)):
         rank, local_rank, size, local_size, port = map(int, numbers)
         if rank < size and local_rank < local_size <= size:
@@ -128,9 +129,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     timeout: seconds that all ranks may take to connect, and that a rank may wait for other ranks
         later. A rank that waits longer ends with exit code 1, without an exception, at most 10 %
         after the timeout. One of these ranks prints a line that says where in the program each rank
-        is, or that it does not answer. Work that takes so long while other ranks wait belongs in
-        wait_together. A collective fails after twice the timeout, in case that a rank compiles or
-        that the store does not answer.
+        is, or that it does not answer. No rank ends in this way while a rank runs torch.compile, or
+        if the store does not answer; then the collective fails after twice the timeout. Work that
+        takes so long while other ranks wait belongs in wait_together.
 
     If an exception leaves the block, this function does not destroy the group, because that could
     wait for a rank that is dead. A program that then wants to use process_group again must call
@@ -139,20 +140,20 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (for example, it was killed), one of the other ranks
       raises ConnectionError, which names the lost rank. With NCCL, the other ranks may not notice
-      that a rank was lost; then they end after `timeout`, as described there.
+      that a rank was lost; then they end as described under `timeout`.
     - All other ranks raise SystemExit, for which Python prints nothing, because one of the ranks
-      listed before reports the error. If such a rank has failed by itself, and its exception has an
-      attribute `exit_code` (click's exceptions have one), this is its exit code. Otherwise it is 1.
+      listed before reports the error. The exit code of this SystemExit is the attribute `exit_code`
+      of the exception that the rank itself had (click's exceptions have one), otherwise 1.
     Under spawn, the parent process reports a rank that was killed, and all other ranks raise
     SystemExit. If the store itself is lost, all remaining ranks raise ConnectionError. This happens
-    if rank 0 serves the store (the ranks were started without torchrun and spawn) and its process
-    ends.
+    if rank 0 serves the store (the ranks were started with neither torchrun nor spawn) and its
+    process ends.
 
     sys.exit() and sys.exit(0) inside the block destroy the group and then end the program; if the
-    other ranks still use the group, this rank is lost for them. sys.exit() with another code, and
-    KeyboardInterrupt, end this rank as if it was killed: the exception passes unchanged, the group
-    is not destroyed, and for the other ranks this rank is lost (see above). If all ranks exit in
-    this way at the same point of the program, no rank waits for another, and no error is reported.
+    other ranks still use the group, this rank is lost for them. After sys.exit() with another code
+    or KeyboardInterrupt, the exception passes unchanged and the group is not destroyed. For the
+    other ranks it is as if this rank was killed (see above). If all ranks exit in this way at the
+    same point of the program, no rank waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
     ConnectionError if not all ranks connect within `timeout`. If the device of a rank is not
@@ -173,7 +174,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     if env.local_world_size == env.world_size and sys.platform == "linux":
         # All ranks are on this machine, so let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # switches on what _watch_ranks reads
+    # Switch on torch's flight recorder, which _watch_ranks reads.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     store = _connect_to_store(env, timeout)
     # A program can use process_group several times. Each group needs its own keys in the store.
     # Each rank counts its groups, so all ranks get the same number for the same group.
@@ -181,7 +183,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     exit_request = None
     try:
         chosen = _select_device(device, env)
-        store.set(f"state of {env.rank}", '[0, "the start", false]')  # see _watch_ranks
+        store.set(f"state of {env.rank}", '[0, "the start"]')  # see _watch_ranks
         cuda = chosen.type == "cuda"
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -192,10 +194,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             timeout=timedelta(seconds=2 * timeout),
             device_id=chosen if cuda else None,  # With a device, NCCL connects now.
         )
-        left, main = threading.Event(), threading.get_ident()
-        # A connection of its own, because a request of the program may block the other one.
+        block_ended, main = threading.Event(), threading.get_ident()
+        # The watcher has its own connection, because a request of the main thread may block the
+        # first one.
         connection = store.clone()  # type: ignore[attr-defined]
-        watch = _in_thread(lambda: _watch_ranks(env, connection, timeout, main, left))
+        watcher = _in_thread(lambda: _watch_ranks(env, connection, timeout, main, block_ended))
         try:
             yield World(*env[:4], chosen)
         except SystemExit as error:
@@ -203,8 +206,10 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
                 raise
             exit_request = error
         finally:
-            left.set()
-        futures.wait([watch], 6)  # It may wait for the store.
+            block_ended.set()
+        # The watcher reads the state of the group, so it must end before the group is destroyed. It
+        # can wait for a store that does not answer, so wait 6 seconds at most.
+        futures.wait([watcher], 6)
         dist.destroy_process_group()
     except Exception as error:
         _choose_reporter(error, env, store)
@@ -340,71 +345,80 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> Non
     consequence = isinstance(error, RuntimeError) and re.search(texts, repr(error))
 
     def claim_report() -> list[str]:
-        """Raise SystemExit if another rank reports, else return the ranks that have not failed."""
+        """Raise SystemExit if another rank reports, else return the ranks that have not failed.
+
+        This runs in a second thread; result() below raises the SystemExit in this one.
+        """
         store.set(f"failed {env.rank}", "")
         if consequence:  # Let the rank that failed first report.
             time.sleep(1)
         if store.add("reported", 1) > 1:
-            raise SystemExit(getattr(error, "exit_code", 1))  # result() raises it again
+            raise SystemExit(getattr(error, "exit_code", 1))
         return [f"{rank}" for rank in range(env.world_size) if not store.check([f"failed {rank}"])]
 
     try:
         # If the network is down, a request to the store never returns. So wait 6 seconds at most.
-        silent = _in_thread(claim_report).result(6)
+        not_failed = _in_thread(claim_report).result(6)
     except (dist.DistError, futures.TimeoutError):
-        silent = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
-    if consequence and silent:
-        # If several are named: a rank can also wait for this rank, and fails when this rank ends.
+        not_failed = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
+    if consequence and not_failed:
+        # A rank that is named need not be lost: it can still be waiting for this rank.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
-        raise ConnectionError(f"no answer from rank {' or '.join(silent)} ({how})") from error
+        raise ConnectionError(f"no answer from rank {' or '.join(not_failed)} ({how})") from error
 
 
 def _watch_ranks(
-    env: LaunchEnv, store: dist.Store, timeout: float, main: int, left: threading.Event
+    env: LaunchEnv, store: dist.Store, timeout: float, main: int, block_ended: threading.Event
 ) -> None:
     """End this process with exit code 1 when a collective has waited for `timeout` seconds.
 
-    process_group starts this function in a thread of each rank; it returns when the event `left` is
-    set. main: identifier of the thread that trains. That thread cannot raise an exception while it
-    waits in a collective, and NCCL would end the process without saying which rank waits where.
+    process_group starts this function in a thread of each rank. The function returns when the event
+    `block_ended` is set. main: identifier of the thread that trains. That thread cannot raise an
+    exception while it waits in a collective, and NCCL would end the process without saying which
+    rank waits where.
 
-    20 times per timeout, each rank writes its state into the store: the value of a clock that all
-    ranks advance, the line where its program is, and whether it compiles. A rank is stuck if
-    torch's flight recorder says 20 times in a row that the same collective has started and has not
-    ended. A stuck rank ends, unless a rank compiles. The first one prints where each rank is. Ranks
-    that are in no collective end after 20 more intervals in which they start none, if the store is
-    still there.
+    20 times per timeout, each rank increases a counter in the store and writes its state there: the
+    value of the counter, which shows whose state is old, and the line where its program is, or
+    "compiling". A rank is stuck if torch's flight recorder says 20 times in a row that the same
+    collective has started and has not ended. A stuck rank ends, unless a rank runs torch.compile.
+    The first stuck rank prints where each rank is. After that, a rank that is in no collective ends
+    too, if it starts none in 20 intervals.
     """
     recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.world_size)]
-    before, clocks = None, list[int]()  # the clock, for each time in a row that this rank was stuck
-    while not left.wait(timeout / 20):
-        stacks = {id: [*traceback.walk_stack(f)] for id, f in sys._current_frames().items()}
-        lines = [(frame.f_code.co_filename, number) for frame, number in stacks[main]]
-        program = [f"{Path(f).name}:{n}" for f, n in lines if not f.startswith(NOT_PROGRAM)]
-        compiling = bool(re.search("_dynamo/convert_frame|_inductor/compile_fx", f"{stacks}"))
+    before = None  # the numbers of the collectives, one interval ago
+    counts = list[int]()  # values of the counter, one for each interval in a row that was stuck
+    while not block_ended.wait(timeout / 20):
+        stacks = {id: traceback.extract_stack(f) for id, f in sys._current_frames().items()}
+        where = "the start"
+        for call in stacks[main]:  # The innermost call is the last.
+            if not call.filename.startswith(LIBRARY_PATHS):
+                where = f"{Path(call.filename).name}:{call.lineno}"
+        if re.search("_dynamo/convert_frame|_inductor/compile_fx", f"{stacks}"):  # file names
+            where = "compiling"
+        # False: without the collectives. True: only active ones. The status is always there.
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
         waiting = any(started != ended for started, ended in numbers)
-        del stacks  # It holds the local variables of the program.
-        clock, states = 0, list[Any]()
+        count, states = 0, list[Any]()
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
-            clock = store.add("clock", 1)
-            store.set(keys[env.rank], json.dumps([clock, [*program, "the start"][0], compiling]))
+            count = store.add("counter", 1)
+            store.set(keys[env.rank], json.dumps([count, where]))
+            # When an error was reported, a rank that is in no collective counts as waiting too.
             waiting = waiting or store.add("reported", 0) > 0
-            if len(clocks) >= 19:
+            if len(counts) >= 19:  # This can be the 20th time.
                 states = [json.loads(state) for state in store.multi_get(keys)]
-        clocks = [*clocks, clock] if waiting and numbers == before else []
+        counts = [*counts, count] if waiting and numbers == before else []
         before = numbers
-        if len(clocks) < 20 or any(compiling for _, _, compiling in states):
+        if len(counts) < 20 or any(where == "compiling" for _, where in states):
             continue
         if not states or store.add("reported", 1) == 1:
-            where = [
-                f"rank {rank} at {line}" if time > clocks[-4] else f"no answer from rank {rank}"
-                for rank, (time, line, _) in enumerate(states)
+            ranks = [  # A rank that has written nothing for three intervals does not answer.
+                f"rank {rank} at {line}" if count > counts[-4] else f"no answer from rank {rank}"
+                for rank, (count, line) in enumerate(states)
             ]
-            text = ", ".join(where or ["no answer from rank 0"])
+            text = ", ".join(ranks or ["no answer from rank 0"])
             print(f"Error: no progress for {timeout:g} s: {text}", file=sys.stderr)
         os._exit(1)
 
@@ -435,10 +449,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
 
     All ranks must call this function, with the same architecture; all get the weights of rank 0. A
     single process gets `model` itself, not wrapped. A wrapped model has the original model as its
-    attribute `module`, and the names in its state dict start with "module.". Gradients that the
-    model has are deleted when it is wrapped. If BatchNorm layers
-    must compute their statistics over the batches of all ranks, convert them before:
-    torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
+    attribute `module`, and the names in its state dict start with "module.". Wrapping can delete
+    gradients that the model has. If BatchNorm layers must compute their statistics over the batches
+    of all ranks, convert them before: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True for a
         model that does not use all parameters in each step. A single process ignores them.
@@ -452,9 +465,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         **ddp,
     )
     if not (replica.find_unused_parameters or replica.static_graph):
-        # DDP divides the gradients into buckets anew after its first backward pass, and the buckets
-        # decide in which order more than two ranks are added. So the first step of a resumed run
-        # would round differently. Make that pass here, with gradients of zero.
+        # DDP divides the gradients into buckets anew after its first backward pass. The buckets
+        # decide in which order the gradients of more than two ranks are added. So the first step of
+        # a resumed run would round differently. Make that pass here, with gradients of zero.
         parameters = [p for p in model.parameters() if p.requires_grad]
         replica.reducer.prepare_for_backward([])
         torch.stack([0.0 * p.sum() for p in parameters]).sum().backward()
@@ -478,9 +491,10 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function, each with its own `call`. If calls raise ValueError or
-    OSError, all ranks raise the error of the lowest of these ranks; it must be picklable. Any other
-    exception is raised only on the rank whose call raised it. On the other ranks wait_together
-    returns; they fail in their next collective, as process_group describes.
+    OSError, all ranks raise the error of that one of these ranks that has the lowest number; errors
+    must be picklable. Otherwise, another exception is raised only on the rank whose call raised it.
+    On the other ranks wait_together returns; they fail in their next collective, as process_group
+    describes.
 
     Use this function for work that may take longer than the timeout of process_group, such as
     reading from slow storage: here the timeout does not apply. If a rank dies, the others fail as
@@ -527,13 +541,13 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     The signals no longer interrupt the program. Call the yielded function once per step, together
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
     SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
-    handles signals only when the call returns. Workers of a DataLoader do not catch the signals:
-    keep the signals away from them, as extras/tutorial/stream.py does.
+    handles signals only when the call returns. The signals would end the workers of a DataLoader:
+    block the signals while the workers start, as extras/tutorial/stream.py does.
 
     A signal that was blocked (signal.pthread_sigmask) before the `with` block is delivered when the
-    block begins. When the block ends, the previous handlers return, but the signals stay unblocked,
-    even if they were blocked before. Only the main thread can use this function. On Windows,
-    another process cannot send a signal that is caught.
+    block begins. When the block ends, the previous handlers are restored, but the signals stay
+    unblocked, even if they were blocked before. Only the main thread can use this function. On
+    Windows, no signal that another process sends can be caught.
     """
     received = list[int]()
 
@@ -637,7 +651,8 @@ def _wait_for_ranks(
                 problem = f"rank {codes.index(None)} did not end, {timeout:g} s after another had"
             for rank in ranks:
                 rank.kill()
-        while to_stop and stop_requested():  # Only once: later a rank may no longer catch SIGTERM.
+        # Each rank gets one SIGTERM only: later it may no longer catch the signal.
+        while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
     # If all ranks end with the same code, such as 3 for "stopped", the program chose this code.

@@ -97,7 +97,8 @@ def train_(
         a step passes any micro-batch, and 0 in place of the count of the global batch. The 0 means
         that this rank's micro-batches have the weight 0: they are computed, but have no influence
         on gradients and losses. Their loss must be finite, because 0 * NaN is NaN. (BatchNorm
-        statistics do change. A parameter that only they use gets the gradient 0 instead of None.)
+        statistics do change. A parameter that only such micro-batches use gets the gradient 0
+        instead of None.)
     loss_fn: must return a sum, not a mean, and the count of its terms. With class weights, the sum
         of the weights can take the place of the count.
     lr_at: lr_at(step), with step = number of finished steps (`start` in the first), returns a
@@ -127,8 +128,8 @@ def train_(
     ValueError: there are several ranks, sync_each is False, and the model has no method no_sync.
         Without DistributedDataParallel each rank would train a model of its own.
     ValueError: the declared count of a step is not what loss_fn counted. The gradients of this step
-        were scaled wrongly, and the update has been made (on CUDA also the next one): discard the
-        model. A rank that declared 0 does not raise.
+        were scaled wrongly, and this update has been made (on CUDA also that of the next step):
+        discard the model. A rank that declared 0 does not raise.
     ValueError: the list of micro-batches of a step is empty. It is raised on that rank only.
     ValueError: the loss did not use all parameters, and find_unused_parameters=True was not given
         to DistributedDataParallel, so that gradients are not the mean over the ranks. It is raised
@@ -139,8 +140,8 @@ def train_(
     report.stop is true one step later than on a CPU, and Diverged and the ValueError for the count
     are raised one step later. Their messages name the step that was wrong. Errors of the last step
     are raised when `steps` ends: a caller that leaves the loop with break never gets them.
-    With an optimizer that is not fused, the host waits for the device in each step, because it has
-    to decide whether to skip the update.
+    With an optimizer that is not fused or that has no state, the host waits for the device in each
+    step, because it has to decide whether to skip the update.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -152,9 +153,9 @@ def train_(
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
-    # Functions that read the flags of the steps whose flags were not read yet, oldest first. Each
-    # step appends its function and calls the oldest. On CUDA the list starts with a function that
-    # returns False, so the oldest is that of the step before. Elsewhere it is the step's own.
+    # One function for each step whose flags are still to be read, oldest first. Each step appends
+    # its function and calls the oldest. On CUDA the list starts with a function that returns False,
+    # so the oldest is that of the step before. Elsewhere it is the step's own.
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
@@ -244,9 +245,12 @@ def _backward_(
                 wait = _sum_over_ranks_(sums)
             scaler.scale(loss_sum * weight).backward()
     wait()
+    # This method of DistributedDataParallel raises RuntimeError if some gradients were not
+    # synchronised. torch calls it only in the next forward pass, after the update. A model without
+    # this method is not checked: bool() does nothing.
     try:
-        getattr(model, "_check_reducer_finalized", bool)()  # a method of DistributedDataParallel
-    except RuntimeError:  # torch itself raises it in the next forward pass, after the update
+        getattr(model, "_check_reducer_finalized", bool)()
+    except RuntimeError:
         unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         if not unused:
             raise
@@ -278,10 +282,10 @@ def _update_(
     if clip < math.inf:
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
-        # An optimizer that is fused reads found_inf on the device and skips the update itself, so
-        # the host need not wait. (GradScaler.step, which is not used here, also sets found_inf.)
-        # This is not done while optimizer.state is empty, as in the first step: if torch's fused
-        # SGD skips its first step, it keeps a momentum buffer that was never written.
+        # An optimizer that is fused reads its attribute found_inf on the device and skips the
+        # update itself, so the host need not wait. While optimizer.state is empty, as in the first
+        # step, the host waits and decides: if torch's fused SGD skipped its first step, it would
+        # keep a momentum buffer that was never written.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             setattr(optimizer, "found_inf", (~finite).float())
@@ -317,7 +321,8 @@ def evaluate(
     also if an exception is raised.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        # DDP's forward pass may send buffers to the other ranks (in train_ once per step).
+        # DDP's forward pass may send buffers to the other ranks. That would hang if the ranks have
+        # different numbers of batches.
         model = model.module
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
@@ -328,8 +333,9 @@ def evaluate(
     unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks that have a batch, number of ranks that ask to stop, 0, 0]. No other
-            # collective of this file has four numbers. So if only some ranks evaluate, it fails.
+            # [number of ranks that have a batch, number of ranks that ask to stop, 0, 0]. The zeros
+            # are padding: no other collective of this file has four numbers. So if only some ranks
+            # evaluate, gloo reports an error and does not add these numbers to other ones.
             flags = sums.new_zeros(4)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -441,7 +447,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
             # torch would first copy a tensor that is not contiguous into temporary memory that is
             # not pinned, and the host would wait.
             tensor = tensor.contiguous().pin_memory()
-        # On MPS, such a copy can read the memory of a source that was freed (PyTorch issue 189690).
+        # On MPS, a non-blocking copy can read a source that was already freed (PyTorch issue
+        # 189690).
         return tensor.to(device, non_blocking=device.type == "cuda")
 
     return tree_map_only(Tensor, move, batch)

@@ -43,7 +43,7 @@ import click
 
 T = TypeVar("T")
 PROCESS_START = time.perf_counter()
-State = dict[str, Any]  # a checkpoint as ckpt.py loads it, or another dict with values by name
+State = dict[str, Any]  # values by name, for example a checkpoint as ckpt.py loads it
 
 
 def lazy_import(name: str) -> ModuleType:
@@ -82,8 +82,10 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
-JOB_NAMES = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"  # variables with the launcher's name of a job
-# What helps, for errors whose traceback matches a pattern
+# Environment variables in which a launcher puts the id of its job
+JOB_IDS = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"
+# What helps, for errors whose traceback matches a pattern. Triton has an OutOfMemoryError that does
+# not mean the memory of the device; that of torch contains "out of memory".
 HINTS = {
     "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
     "|failed to map|new thread|(?<!OutOf)MemoryError": (
@@ -208,19 +210,19 @@ def train(flags: Flags, given: set[str]) -> int:
     file. The other flags are taken from the checkpoint, except those in NOT_RESTORED.
     """
     with (
-        usage_errors(),  # errors of process_group itself become UsageErrors here
-        ddp_setup.stop_signals() as asked,
+        usage_errors(),  # for errors that process_group itself raises
+        ddp_setup.stop_signals() as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # and errors of the block here: process_group uses their exit code
+        usage_errors(),  # for errors of this block: process_group must see UsageErrors, with code 2
     ):
-        first = world.rank == 0  # the rank that prints, and that writes unless all ranks do
+        first = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
         # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or, with
         # --init-from, a model at step 0; or {} for a new model. All ranks get its small parts,
-        # `saved`. wait_together calls a function on each rank, which gets its own result back. An
-        # error on one rank is raised on all.
+        # `saved`. wait_together calls a function on each rank and returns each rank's own result.
+        # An error on one rank is raised on all.
         state, rejected = ddp_setup.wait_together(
             lambda: find_start(flags, storage) if first else ({}, []), world
         )
@@ -245,13 +247,13 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        # The flags, with the values that "auto" and None stand for.
+        # The flags, with the dtype and the vocabulary size that "auto" and None stand for.
         dtype_name = pick_dtype(flags.dtype, world.device)
         resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
-        # What config.json says besides the flags. restarted() reads the names of the job.
-        machine: State = {name: os.environ.get(name) for name in JOB_NAMES} | {"ranks": world.size}
+        # What config.json says besides the flags. restarted() compares the ids of the job.
+        machine: State = {name: os.environ.get(name) for name in JOB_IDS} | {"ranks": world.size}
         with suppress(FileNotFoundError):  # no extra: mfu is unknown, the memory is not checked
             machine |= extra("machine").check_and_describe(
                 world.device, dtype, world.size, flags.strategy, config
@@ -297,7 +299,7 @@ def train(flags: Flags, given: set[str]) -> int:
             dtype=dtype,
             scaler=scaler,
             seed=flags.seed,
-            stop=asked,
+            stop=stop_requested,
             sync_each=flags.strategy == "fsdp",
         )
 
@@ -315,22 +317,23 @@ def train(flags: Flags, given: set[str]) -> int:
         if first:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
-        # time.perf_counter() - run_start is how long the run has trained, in all its parts.
+        # time.perf_counter() - run_start is the time that the run has taken, also before a resume.
         run_start = PROCESS_START - saved.get("seconds", 0.0)
         log = partial(append_metrics, storage, flags.out, run_start)
-        # The Future of the last save, and the time at which it should have ended. Before the first
-        # save, and always on ranks that write nothing, it is that of a call that does nothing.
+        # The Future of the last save, and the time at which that save should have ended. Before the
+        # first save, and always on ranks that write nothing, bool() takes the place of the save.
         pool = ThreadPoolExecutor(1)
         writing, saved_step = (pool.submit(bool), 0.0), start_step
 
-        def wait_for_saves() -> bool:  # of all ranks; False if a save has not ended in time
+        def wait_for_saves() -> bool:
+            """Wait for the saves of all ranks. Return False if one has not ended in time."""
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
-        gc.freeze()  # garbage collection starts now, and leaves out the objects that exist
+        gc.freeze()  # main() has disabled garbage collection. Leave out the objects that exist now.
         gc.enable()
         # The tokens and the time of the last record. The time of evaluations and saves is added to
-        # it, so that it does not count for tokens per second.
+        # logged_at, so that it does not count for tokens per second.
         logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
         try:
             for step, report in training:
@@ -357,12 +360,12 @@ def train(flags: Flags, given: set[str]) -> int:
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
                 # A step whose loss or gradient is not finite is saved only at a stop or at the end.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If an evaluation or a save follows, float() or isfinite() has waited for the
-                # device. So none of the time that is measured from here on is training.
+                # If an evaluation or a save follows, float() or isfinite() has waited until the
+                # device was idle. So no training happens in the time from here to its end.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
-                    val_loss = validate(replica, val_plan, world, flags, dtype, asked)
+                    val_loss = validate(replica, val_plan, world, flags, dtype, stop_requested)
                     stopped = val_loss is None  # the evaluation was interrupted
                     if first and not stopped:
                         log({"step": step, "val_loss": val_loss})
@@ -391,8 +394,8 @@ def train(flags: Flags, given: set[str]) -> int:
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
-        except FloatingPointError:  # Diverged, or replicas differ; the save in progress is good
-            wait_for_saves()
+        except FloatingPointError:  # loop.Diverged, or from extras/replicas.py
+            wait_for_saves()  # They began before this step, so they are good.
             raise
         except (ValueError, OSError):
             wait_for_save(*writing)  # only for its own save, as the other ranks may have no error
@@ -413,7 +416,7 @@ def train(flags: Flags, given: set[str]) -> int:
 
 
 def open_storage(out: str, write_sharded: bool = False) -> ModuleType:
-    """Return ckpt.py for a local folder, else an extra with functions of the same names."""
+    """Return ckpt.py, or for URLs and sharded checkpoints an extra with the same functions."""
     storage: ModuleType = ckpt
     if "://" in out:
         storage = extra("remote").storage(ckpt, write_sharded)
@@ -454,7 +457,7 @@ def restarted(out: str, storage: ModuleType) -> bool:
     config = json.loads(storage.read_text(out, "config.json") or "{}")
     elastic, slurm = (
         os.environ.get(name, "none") != "none" and config.get(name) == os.environ[name]
-        for name in JOB_NAMES
+        for name in JOB_IDS
     )
     return elastic or (slurm and "SLURM_RESTART_COUNT" in os.environ)
 
@@ -477,7 +480,7 @@ def find_start(flags: Flags, storage: ModuleType) -> tuple[State, list[str]]:
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
-    """Return the flags; those that were not given are taken from the checkpoint.
+    """Return the flags; those that were not given are taken from the checkpoint (see train).
 
     ValueError if a given flag contradicts the checkpoint.
     """
@@ -546,14 +549,14 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    if flags.strategy != "ddp":  # In an evaluation, each batch communicates under zero too.
+    if flags.strategy != "ddp":  # Then each batch of an evaluation communicates.
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
 
 
-def model_config(flags: State) -> gpt.Config:
-    """Return the configuration of the model that the flags describe."""
-    return gpt.Config(**{name: flags[name] for name in gpt.Config._fields})
+def model_config(values: State) -> gpt.Config:
+    """Return the configuration of the model from the values of the flags by name."""
+    return gpt.Config(**{name: values[name] for name in gpt.Config._fields})
 
 
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
@@ -629,7 +632,8 @@ def prepare_folder(
         storage.set_aside(flags.out, name)
         warn(f"{line}; set aside, continuing from step {step}")
     lines = storage.read_text(flags.out, "metrics.jsonl").splitlines(keepends=True)
-    matches = (re.fullmatch(r'{"step": (\d+),.*}\n', line) for line in lines)  # None: was cut off
+    # A line that was cut off does not match.
+    matches = (re.fullmatch(r'{"step": (\d+),.*}\n', line) for line in lines)
     kept = [match[0] for match in matches if match and int(match[1]) <= step]
     storage.write_text(flags.out, "metrics.jsonl", "".join(kept))
     storage.write_text(flags.out, "config.json", json.dumps(config, indent=1))
@@ -800,6 +804,8 @@ def evaluate(out: str, device: str, data: str | None) -> None:
             raise ValueError(
                 f"--data {data}: is {corpus.kind}; the model needs {vocabulary['kind']}"
             )
+        if not data and corpus.digest != state["data"]:
+            raise ValueError("the data of the run has changed; name the data with --data")
         tokens = corpus.tokens if data else chardata.split(corpus.tokens, flags.val_fraction)[1]
         if not tokens:
             raise ValueError("the run has no validation data; name other data with --data")
@@ -825,7 +831,7 @@ def train_command(**values: Any) -> None:
     \b
       python run.py                                   a default text, in less than a minute
       python run.py --data mine.txt --spawn           one process per GPU, or per CPU core
-      torchrun --nproc-per-node 4 run.py --epochs 3   the same, started by torchrun
+      torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 
     Started again with the same --out, a run continues where it stopped. Every flag can also be an
     environment variable (DDPKIT_BATCH_SIZE), or with extras/ a line in a --config file. The command
@@ -881,7 +887,8 @@ def command_line() -> int:
 def main(command: Callable[..., int], *args: object) -> None:
     """Run a command and exit with its code. A spawned process starts here too.
 
-    UsageErrors (see usage_errors) and lost ranks become one line. Other errors get a traceback.
+    UsageErrors (see usage_errors), lost ranks and errors with a hint become one line. Other errors
+    get a traceback.
     """
     gc.disable()  # until training starts: imports make no garbage, and looking for it takes 0.5 s
     faulthandler.enable()  # prints where a fatal signal came, for example SIGBUS from a mapped file
@@ -900,7 +907,7 @@ def main(command: Callable[..., int], *args: object) -> None:
         say("Error: " + " ".join(error.format_message().split()), error=True)
         code = error.exit_code
     except (ConnectionError, ChildProcessError, FloatingPointError) as error:
-        # A rank was lost or killed, Diverged, or the replicas differ.
+        # A rank was lost or killed, or errors as in train()
         say(f"Error: {error}", error=True)
     except Exception as error:
         where, trace = f"Error on rank {os.environ.get('RANK', '0')}", traceback.format_exc()
