@@ -12,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -1186,3 +1187,24 @@ def test_tensors_that_cannot_be_checked_for_nan_are_refused(tmp_path):
         ):
             ckpt.save(f"{tmp_path}", {"model": {"w": tensor}}, 1)
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
+def test_a_checkpoint_that_does_not_fit_into_memory_is_not_called_damaged(tmp_path):
+    """Otherwise newest() would continue from the checkpoint before it."""
+    state = {"model": {"w": torch.zeros(5 * 10**7)}}
+    ckpt.save(f"{tmp_path}", {"model": {"w": torch.zeros(1)}}, step=1)
+    ckpt.save(f"{tmp_path}", state, step=2)
+    script = """
+        import resource, sys
+        import ckpt
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 10**8, -1))
+        try:
+            print(ckpt.newest(sys.argv[1])[0].entry.step)
+        except Exception as error:
+            print(repr(error))
+    """
+    program = [sys.executable, "-c", textwrap.dedent(script), tmp_path]
+    ran = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0 and re.search("(?i)memory", ran.stdout), ran
