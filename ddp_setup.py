@@ -325,7 +325,7 @@ def _agree_on_run_id(store: dist.Store, env: LaunchEnv, timeout: float) -> str:
                 raise ConnectionError(f"no answer from rank {rank} (timed out after {timeout:g} s)")
             request = store.get(f"request {rank}").decode()
             store.set(f"reply to {request}", run_id)
-            time.sleep(0.02)
+            time.sleep(0.002)
     return run_id
 
 
@@ -378,16 +378,17 @@ def _watch_ranks(
     rank waits where.
 
     20 times per timeout, each rank increases a counter in the store and writes its state there: the
-    value of the counter, which shows whose state is old, and the line where its program is, or
-    "compiling". A rank is stuck if torch's flight recorder says 20 times in a row that the same
-    collective has started and has not ended. A stuck rank ends, unless a rank runs torch.compile.
-    The first stuck rank prints where each rank is. After that, a rank that is in no collective ends
-    too, if it starts none in 20 intervals.
+    value of the counter, which shows whose state is old, and the line where its program is. The
+    store also counts the ranks that compile. A rank is stuck if torch's flight recorder says 20
+    times in a row that the same collective has started and has not ended. A stuck rank ends, unless
+    a rank runs torch.compile. The first stuck rank reads all states and prints where each rank is.
+    After that, a rank that is in no collective ends too, if it starts none in 20 intervals.
     """
     recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.world_size)]
     before = None  # the numbers of the collectives, one interval ago
+    compiled = False  # whether this rank compiled, one interval ago
     counts = list[int]()  # values of the counter, one for each interval in a row that was stuck
     while not block_ended.wait(timeout / 20):
         stacks = {id: traceback.extract_stack(f) for id, f in sys._current_frames().items()}
@@ -395,31 +396,33 @@ def _watch_ranks(
         for call in stacks[main]:  # The innermost call is the last.
             if not call.filename.startswith(LIBRARY_PATHS):
                 where = f"{Path(call.filename).name}:{call.lineno}"
-        if re.search("_dynamo/convert_frame|_inductor/compile_fx", f"{stacks}"):  # file names
-            where = "compiling"
+        compiles = bool(re.search("_dynamo/convert_frame|_inductor/compile_fx", f"{stacks}"))
         # False: without the collectives. True: only active ones. The status is always there.
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
         waiting = any(started != ended for started, ended in numbers)
-        count, states = 0, list[Any]()
+        count = ranks_compiling = 0
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)
             store.set(keys[env.rank], json.dumps([count, where]))
+            ranks_compiling = store.add("compiling", compiles - compiled)
+            compiled = compiles
             # When an error was reported, a rank that is in no collective counts as waiting too.
             waiting = waiting or store.add("reported", 0) > 0
-            if len(counts) >= 19:  # This can be the 20th time.
-                states = [json.loads(state) for state in store.multi_get(keys)]
         counts = [*counts, count] if waiting and numbers == before else []
         before = numbers
-        if len(counts) < 20 or any(where == "compiling" for _, where in states):
+        if len(counts) < 20 or ranks_compiling:
             continue
-        if not states or store.add("reported", 1) == 1:
+        ranks = ["no answer from rank 0"]
+        with suppress(dist.DistError):
+            if store.add("reported", 1) > 1:
+                os._exit(1)
+            states = [json.loads(state) for state in store.multi_get(keys)]
             ranks = [  # A rank that has written nothing for three intervals does not answer.
                 f"rank {rank} at {line}" if count > counts[-4] else f"no answer from rank {rank}"
                 for rank, (count, line) in enumerate(states)
             ]
-            text = ", ".join(ranks or ["no answer from rank 0"])
-            print(f"Error: no progress for {timeout:g} s: {text}", file=sys.stderr)
+        print(f"Error: no progress for {timeout:g} s: {', '.join(ranks)}", file=sys.stderr)
         os._exit(1)
 
 

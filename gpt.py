@@ -3,7 +3,7 @@
     model = build(Config(vocab=65, block_size=256, layers=6, heads=6, embd=384), seed=0)
     loss_sum, count = loss(model, (x, y))  # x and y: (B, T) int64
     for token in islice(sample(model, prompt), 100):
-        print(token)
+        print(int(token))
 
 There are two architectures. `arch="gpt2"` is exactly GPT-2 (Radford et al., 2019). `arch="modern"`
 has rotary positions (Su et al., 2021), RMS norm without weights (Zhang and Sennrich, 2019),
@@ -18,6 +18,7 @@ V tokens in the vocabulary.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class Arch(NamedTuple):
     rotary: bool  # True: rotary positions, normalised queries and keys. False: learned positions
     bias: bool  # linear layers in the blocks have a bias
     tied_head: bool  # the output layer uses the weights of the embedding
-    branch_std: Callable[[Config], float]  # initial std of the layers before a residual addition
+    zero_branches: bool  # the layers before a residual addition have initial weights of zero
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     `rope`.
     """
     cos, sin = cos_sin
-    a, b = x.chunk(2, dim=-1)
+    a, b = x.chunk(2, -1)
     return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
 
 
@@ -89,7 +90,7 @@ ARCHS = {
         rotary=False,
         bias=True,
         tied_head=True,
-        branch_std=lambda config: 0.02 / math.sqrt(2 * config.layers),
+        zero_branches=False,
     ),
     "modern": Arch(
         norm=lambda width: rms_norm,
@@ -97,7 +98,7 @@ ARCHS = {
         rotary=True,
         bias=False,
         tied_head=False,
-        branch_std=lambda config: 0.0,
+        zero_branches=True,
     ),
 }
 
@@ -109,23 +110,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     q: (B, H, T, D). k and v: (B, H, S, D). Returns (B, H, T, D).
     dropout: probability for the attention weights. It is always applied: pass 0.0 in evaluation.
     """
-    (B, H, T, D), S = q.shape, k.shape[-2]
+    (B, H, T, D), S = q.shape, k.shape[2]
     # For short sequences in bfloat16 on a CPU, the backward pass of the fused kernel takes up to
     # ten times as long as the matrix products at the end of this function (torch 2.13).
-    fused_is_slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= 512
+    fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
     mask = q.new_full((T, S), -math.inf).triu(S - T + 1)
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=D**-0.5)  # mask + q @ k.T / sqrt(D)
-    return (F.dropout(scores.softmax(dim=-1), dropout) @ v).view(B, H, T, D)
-
-
-class Cache(NamedTuple):
-    """Holds one layer's keys and values of the tokens that were already processed (KV cache)."""
-
-    keys: Tensor  # (B, H, block_size, D)
-    values: Tensor  # (B, H, block_size, D)
+    return (F.dropout(scores.softmax(-1), dropout) @ v).view(B, H, T, D)
 
 
 class Block(nn.Module):
@@ -141,23 +135,19 @@ class Block(nn.Module):
         self.qkv, self.out = linear(width, 3 * width), linear(width, width)
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
-    def forward(
-        self, x: Tensor, cos_sin: Tensor, cache: Cache | None = None, start: int = 0
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, cache: Tensor | None = None) -> Tensor:
         """Map x (B, T, C) to (B, T, C).
 
-        cos_sin: see rope; not used with learned positions. cache, start: see `caches` and `start`
-            in GPT.forward.
+        cos_sin: see rope; not used with learned positions. cache: (2, B, H, S, D), see GPT.forward.
         """
         B, T, C = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
         qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
         qk, v = qkv[:2], qkv[2]
         q, k = apply_rope(rms_norm(qk), cos_sin) if self.rotary else qk
-        if cache:
-            end = start + T
-            cache.keys[:, :, start:end], cache.values[:, :, start:end] = k, v
-            k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
+        if cache is not None:
+            cache[..., -T:, :] = torch.stack((k, v))
+            k, v = cache
         y = attention(q, k, v, self.dropout if self.training else 0.0)
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + F.dropout(y, self.dropout, self.training)
@@ -170,13 +160,16 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config, checkpoint_activations: bool = False) -> None:
         super().__init__()
-        arch = ARCHS[config.arch]
+        arch, width = ARCHS[config.arch], config.embd
         self.config, self.checkpoint_activations = config, checkpoint_activations
-        self.embedding = nn.Embedding(config.vocab, config.embd)
-        self.positions = None if arch.rotary else nn.Embedding(config.block_size, config.embd)
+        # nn.Embedding(V, C) would draw weights. For that, torch imports modules for a second if the
+        # device is "meta".
+        embedding = partial(nn.Embedding.from_pretrained, freeze=False)
+        self.embedding = embedding(torch.empty(config.vocab, width))
+        self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = arch.norm(config.embd)
-        self.head = nn.Linear(config.embd, config.vocab, bias=False)
+        self.norm = arch.norm(width)
+        self.head = nn.Linear(width, config.vocab, bias=False)
         if arch.tied_head:
             self.head.weight = self.embedding.weight
 
@@ -184,19 +177,19 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
-        caches: list[Cache] | None = None,
+        caches: Tensor | None = None,
         start: int = 0,
     ) -> Tensor:
         """Compute the logits (B, T, V), or, if targets are given, the sum of the token losses.
 
         tokens, targets: (B, T) int64. The sum is a float32 scalar in nats. A token attends to
             itself and to the tokens before it.
-        caches: one Cache per layer, for sampling only. The keys and values of these tokens are
-            written to the positions start, ..., start + T - 1, and the tokens attend to all
+        caches: for sampling, (layers, 2, B, H, S, D): the keys and values of S - T earlier tokens,
+            and room for those of these tokens, which are written there. The tokens attend to all
             positions up to their own. Pass caches only in evaluation mode: they are ignored if
             activations are checkpointed in training.
-        start: position of the first token. With caches or with learned positions, start + T must
-            be at most block_size. With rotary positions and no caches, sequences may be longer.
+        start: position of the first token; S - T with caches. With learned positions, start + T
+            must be at most block_size. With rotary positions, sequences may be longer.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
@@ -211,7 +204,7 @@ class GPT(nn.Module):
             if self.checkpoint_activations and self.training:
                 x = checkpoint(block, x, cos_sin, use_reentrant=False)
             else:
-                x = block(x, cos_sin, caches[i] if caches else None, start)
+                x = block(x, cos_sin, None if caches is None else caches[i])
         x = self.norm(x)
         if targets is None:
             logits: Tensor = self.head(x)
@@ -240,16 +233,20 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -
     rows = max(1, max_logits // len(weight))
     if len(x) <= rows:
         return part(x, targets)
-    pairs = zip(x.split(rows), targets.split(rows))
-    sums = [checkpoint(part, *p, use_reentrant=False, preserve_rng_state=False) for p in pairs]
+    sums = [
+        checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False)
+        for pair in zip(x.split(rows), targets.split(rows))
+    ]
     return torch.stack(sums).sum()
 
 
-def build(config: Config, seed: int, checkpoint_activations: bool = False) -> GPT:
+def build(config: Config, seed: int | None, checkpoint_activations: bool = False) -> GPT:
     """Build a model on the CPU. Its initial weights depend only on `config` and `seed`.
 
     The state of torch's global random generators does not change, on any device. ValueError if
     `config` is not valid.
+    seed: None leaves the parameters on the device "meta", without memory and values. They can be
+        completed later with initial_weight, for example one block at a time.
     checkpoint_activations: keep only the input of each block in the forward pass and compute the
         rest again in the backward pass. This saves memory and gives the same gradients.
     """
@@ -260,21 +257,36 @@ def build(config: Config, seed: int, checkpoint_activations: bool = False) -> GP
             raise ValueError(f"{name} is {getattr(config, name)}; must be at least 1")
     if config.embd % config.heads:
         raise ValueError(f"embd {config.embd} is not divisible by heads {config.heads}")
-    arch, head_width = ARCHS[config.arch], config.embd // config.heads
-    if head_width % 2 and arch.rotary:
-        raise ValueError(f"embd / heads is {head_width}; rotary positions need an even number")
+    if config.embd // config.heads % 2 and ARCHS[config.arch].rotary:
+        raise ValueError(
+            f"embd / heads is {config.embd // config.heads}; rotary positions need an even number"
+        )
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout is {config.dropout}; must be at least 0 and below 1")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
+    with torch.device("meta"):
         model = GPT(config, checkpoint_activations)
+    if seed is not None:
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 2:
-                branch = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=arch.branch_std(config) if branch else 0.02)
+            weight = initial_weight(config, seed, name, parameter.shape)
+            # The parameter stays the same object, also in a tied head.
+            torch.utils.swap_tensors(parameter, nn.Parameter(weight))
     return model
+
+
+def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> Tensor:
+    """Compute the initial values of the parameter `name`, float32, on the CPU.
+
+    They depend only on the arguments. So each rank can compute any of them, in any order.
+    """
+    weight = torch.full(shape, float(name.endswith("weight")))  # 1 for a norm, 0 for a bias
+    if weight.ndim > 1:
+        std = 0.02
+        if name.endswith(("out.weight", "down.weight")):
+            std *= 0 if ARCHS[config.arch].zero_branches else (2 * config.layers) ** -0.5
+        # A generator of the CPU uses only 32 bits of its seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        weight.normal_(0, std, generator=generator)
+    return weight
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
@@ -337,53 +349,63 @@ def sample(
     temperature: float = 1.0,
     top_k: int = 0,
     generator: torch.Generator | None = None,
-) -> Iterator[int]:
-    """Generate one token after another, without end.
+) -> Iterator[Tensor]:
+    """Generate one token after another, without end, for one prompt or for a batch of prompts.
 
-    prompt: (T,) int64 on any device. Only its last block_size tokens are used. ValueError if it is
-        empty, at the first next() and not at the call.
+    prompt: (B, T) int64, or (T,) for a single one, on any device. Only the last block_size tokens
+        are used. ValueError if it is empty, at the first next() and not at the call.
     temperature, top_k, generator: see sample_token.
+    Yields the next token of each prompt: (B,) int64 on the device of the model; (1,) for a single
+    prompt.
 
     Each token costs the computation of one position, because keys and values are cached. When the
-    context has more than block_size tokens, its last block_size // 2 tokens are processed again
-    from position 0, and the others are forgotten. From the first next() on, also between two
-    tokens, the model is in evaluation mode. Its old mode is restored when the iterator that this
-    function returned is closed or deleted.
+    context has more than block_size tokens, the last half of block_size, rounded up, is processed
+    again from position 0, and the tokens before it are forgotten. From the first next() on, also
+    between two tokens, the model is in evaluation mode. Its old mode is restored when the iterator
+    that this function returned is closed or deleted.
     """
-    if not len(prompt):
+    if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")
     config, weight = model.config, model.embedding.weight
-    shape = (2, 1, config.heads, config.block_size, config.embd // config.heads)
-    caches = [Cache(*weight.new_zeros(shape)) for _ in model.blocks]
-    context, start = prompt[-config.block_size :].tolist(), 0
+    context, start = torch.atleast_2d(prompt)[:, -config.block_size :].to(weight.device), 0
+    caches = weight.new_zeros(
+        config.layers,
+        2,
+        len(context),
+        config.heads,
+        config.block_size,
+        config.embd // config.heads,
+    )
     training = model.training
     model.eval()
     try:
         while True:
-            tokens = torch.tensor([context[start:]], device=weight.device)
-            logits = model(tokens, caches=caches, start=start)[0, -1]
-            context.append(sample_token(logits, temperature, top_k, generator))
-            yield context[-1]
-            start = len(context) - 1
-            if len(context) > config.block_size:
-                context, start = context[-max(1, config.block_size // 2) :], 0
+            end = context.shape[1]
+            logits = model(context[:, start:], caches=caches[..., :end, :], start=start)[:, -1]
+            tokens = sample_token(logits, temperature, top_k, generator)
+            context, start = torch.cat((context, tokens[:, None]), 1), end
+            yield tokens
+            if end == config.block_size:
+                context, start = context[:, end // -2 :], 0
     finally:
         model.train(training)
 
 
 def sample_token(
     logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None
-) -> int:
-    """Draw one token from logits (V,).
+) -> Tensor:
+    """Draw one token from each row of logits (B, V). Return (B,) int64.
 
     temperature: the logits are divided by it. 0 returns the most likely token and draws nothing.
-    top_k: keep only the top_k most likely tokens; 0 keeps all.
+    top_k: keep only the top_k most likely tokens, and those as likely as the last of them; 0 keeps
+        all.
     generator: on the device of the logits. None: torch's global generator.
     """
     if temperature == 0:
-        return int(logits.argmax())
-    ranked, ids = logits.float().sort(descending=True)
-    # The largest logit becomes 0, so that a very small temperature cannot make it overflow.
-    ranked = (ranked - ranked[0]) / max(temperature, 1e-30)
-    probabilities = ranked[: top_k or None].softmax(0)
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+        return logits.argmax(-1)
+    if top_k:
+        smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    # A smaller temperature gives the same result as 1e-6, but could make the quotient overflow.
+    probabilities = (logits.float() / max(temperature, 1e-6)).softmax(-1)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -143,6 +143,10 @@ class Flags:
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
+    embedding_lr: float = option(
+        2.0, "With muon: learning rate of the rest, divided by --lr.", POSITIVE
+    )
+    momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
     min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
     weight_decay: float = option(0.1, "Weight decay, except for biases and norms.", NOT_NEGATIVE)
@@ -261,14 +265,17 @@ def train(flags: Flags, given: set[str]) -> int:
         peak_flops = machine.get("peak_flops", math.nan)
 
         # The model and its optimizers, with the saved weights and moments.
-        model = gpt.build(config, flags.seed, flags.checkpoint_activations)
+        # Without a seed the model has no memory yet: shard_ makes the weights, block by block.
+        seed = flags.seed if flags.strategy == "ddp" else None
+        model = gpt.build(config, seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
             gpt.compile_(model)
         if flags.strategy == "ddp":
             replica = ddp_setup.replicate(model, world)
         else:
             blocks, shard_ = [*model.blocks], extra("fsdp").shard_
-            replica = shard_(model, world.size, world.device, blocks, flags.strategy)
+            weight = partial(gpt.initial_weight, config, flags.seed)
+            replica = shard_(model, world.size, world.device, blocks, flags.strategy, weight)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
@@ -287,14 +294,16 @@ def train(flags: Flags, given: set[str]) -> int:
         elif flags.strategy == "ddp":
             with suppress(FileNotFoundError):  # no extra: a slow rank is not named
                 steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
+        lr_factor = partial(
+            loop.linear, total=total, warmup_steps=flags.warmup, floor=flags.min_lr / flags.lr
+        )
         training = loop.train_(
             replica,
             optimizers,
             steps,
             loss_fn,
             start=start_step,
-            # a factor of --lr
-            lr_at=lambda step: loop.linear(step, total, flags.warmup, flags.min_lr / flags.lr),
+            lr_at=lr_factor,
             clip=flags.clip or math.inf,
             dtype=dtype,
             scaler=scaler,
@@ -351,7 +360,7 @@ def train(flags: Flags, given: set[str]) -> int:
                         "tokens": tokens,
                         "loss": loss,
                         "grad_norm": norm,
-                        "lr": report.lr,
+                        "lr": flags.lr * lr_factor(step - 1),
                         "tokens_per_s": round(rate, 1),
                         "mfu": round(rate * flops_per_token / peak_flops, 4),
                         "skipped": int(report.skipped),
@@ -439,11 +448,11 @@ def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
         raise ValueError(f"{state['name']}: not written by this program; --fresh deletes it")
     config = state["config"]
     # In checkpoints of version 0.1, config["vocab"] is None for text, the flag --tokenizer is named
-    # "tokens", and an evaluation uses all tokens.
+    # "tokens", an evaluation uses all tokens, and Muon has other settings.
     config["vocab"] = state["vocabulary"]["vocab"]
     if "tokens" in config:
         config["tokenizer"] = config.pop("tokens")
-    config.setdefault("eval_tokens", 0)
+    state["config"] = {"eval_tokens": 0, "embedding_lr": 1.0, "momentum": 0.95, **config}
     return state, rejected
 
 
@@ -573,7 +582,8 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
             make_muon = partial(extra("muon").Muon, distribute=one_machine)
         # match_rms_adamw scales the updates so that one learning rate fits both (Liu et al., 2025).
         matrices = groups.pop("matrices")
-        muon = [make_muon(matrices, lr, decay, adjust_lr_fn="match_rms_adamw")]
+        muon = [make_muon(matrices, lr, decay, flags.momentum, adjust_lr_fn="match_rms_adamw")]
+        lr *= flags.embedding_lr
     settings = [
         {"params": parameters, "weight_decay": 0.0 if name == "vectors" else decay}
         for name, parameters in groups.items()
@@ -746,6 +756,7 @@ DEVICE = click.option("--device", default="auto", type=click.Choice(DEVICES), he
 @DEVICE
 @click.option("--prompt", help="Text to continue; ids, if the model is of token files.")
 @click.option("--max-new-tokens", type=COUNT, default=500, help="Number of tokens to generate.")
+@click.option("--num-samples", type=COUNT, default=1, help="Number of texts, made in one batch.")
 @click.option(
     "--temperature", type=NOT_NEGATIVE, default=0.8, help="0: always the most probable token."
 )
@@ -756,6 +767,7 @@ def sample(
     device: str,
     prompt: str | None,
     max_new_tokens: int,
+    num_samples: int,
     seed: int | None,
     **settings: Any,  # temperature and top_k
 ) -> None:
@@ -775,14 +787,18 @@ def sample(
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
         if seed is None:
-            torch.seed()  # gpt.build has used seed 0
+            torch.seed()  # otherwise it is the same in each process
         else:
             torch.manual_seed(seed)
-    generated = gpt.sample(model, torch.tensor(ids), **settings)
-    tokens = chain(ids, islice(generated, max_new_tokens))
-    for text in codec.decode(tokens, kind, chars):  # each character when it is complete
-        click.echo(text, nl=False)
-    click.echo()
+    generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
+    # The first text is printed while all are generated; tee keeps the tokens of the others.
+    for row, batches in enumerate(tee(islice(generated, max_new_tokens), num_samples)):
+        if row:
+            click.echo("-" * 20)
+        tokens = chain(ids, (int(batch[row]) for batch in batches))
+        for text in codec.decode(tokens, kind, chars):  # each character when it is complete
+            click.echo(text, nl=False)
+        click.echo()
 
 
 @click.command("eval")

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 LossFn = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
+InitialWeight = Callable[[str, torch.Size], Tensor]
 STRATEGIES = ("zero", "fsdp")
 
 
@@ -42,14 +43,14 @@ def shard_(
     device: torch.device,
     parts: Sequence[nn.Module],
     strategy: str,
+    initial_weight: InitialWeight | None = None,
     **fsdp: Any,
 ) -> nn.Module:
     """Move `model` to `device`, divide its parameters over all ranks, and return it.
 
     All ranks must call it, in a process group of `world_size` ranks. Each then holds 1 / world_size
     of the parameters, of the gradients, and of the state of optimizers that are made afterwards.
-    All start with the weights and buffers of rank 0. With a world_size of 1 the model is only
-    moved.
+    All start with the weights and buffers of rank 0. With a world_size of 1 nothing is divided.
 
     strategy: "zero" gathers all parameters once per step and keeps them until the last backward
         pass. This is as much traffic as DistributedDataParallel has. "fsdp" gathers the parameters
@@ -59,31 +60,64 @@ def shard_(
     parts: submodules without common parameters, which are gathered one by one. The rest of the
         model is one more part. A part is moved to the device just before it is divided, so the
         whole model need not fit there.
+    initial_weight: computes the values of a parameter on the device "meta" (without memory) from
+        its name and shape, just before its part is divided. So a rank never holds more than its
+        shards and one part. These values are not sent: they must be the same on all ranks.
     fsdp: more arguments for torch's fully_shard.
 
     "zero" gets a method `no_sync`, as DistributedDataParallel has it. (torch's
     ZeroRedundancyOptimizer was not used: with it, parameters and gradients stay whole on each rank,
     the traffic is half as much again, and torch.distributed.checkpoint does not see its state.)
     """
-    # These imports take half a second.
+    # The imports of torch.distributed's modules take half a second.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
 
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     if world_size == 1:
+        _fill_meta_(model, names, initial_weight)
         return model.to(device)
     mesh = init_device_mesh(device.type, (world_size,))
     for part in [*parts, model]:
+        filled = _fill_meta_(part, names, initial_weight)
         part.to(device)
-        for tensor in chain(part.parameters(), part.buffers()):
-            if not isinstance(tensor, DTensor):  # a DTensor was divided as a part of its own
-                dist.broadcast(tensor.detach(), 0)
+        _send_from_rank_0_(part, filled)
         fully_shard(part, mesh=mesh, reshard_after_forward=strategy == "fsdp", **fsdp)
     if strategy == "zero":
         setattr(model, "no_sync", partial(_no_sync, model))
     return model
+
+
+# Two functions, because a loop variable of shard_ would keep a parameter that was divided already.
+
+
+def _fill_meta_(
+    part: nn.Module, names: dict[int, str], initial_weight: InitialWeight | None
+) -> set[int]:
+    """Give memory on the CPU and values to the parameters on the device "meta"; return their ids.
+
+    names: of all parameters, by id.
+    """
+    filled = set[int]()
+    for parameter in part.parameters():
+        if parameter.is_meta and initial_weight:
+            weight = initial_weight(names[id(parameter)], parameter.shape).to(parameter.dtype)
+            # It stays the same object, so a parameter that two modules share stays shared.
+            torch.utils.swap_tensors(parameter, nn.Parameter(weight, parameter.requires_grad))
+            filled.add(id(parameter))
+    return filled
+
+
+def _send_from_rank_0_(part: nn.Module, filled: set[int]) -> None:
+    """Copy parameters and buffers of rank 0 to all ranks, except the parameters with these ids."""
+    from torch.distributed.tensor import DTensor
+
+    for tensor in chain(part.parameters(), part.buffers()):
+        # A DTensor was divided as a part of its own.
+        if not isinstance(tensor, DTensor) and id(tensor) not in filled:
+            dist.broadcast(tensor.detach(), 0)
 
 
 @contextmanager

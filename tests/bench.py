@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -236,7 +236,8 @@ def make_model(
 ) -> tuple[gpt.GPT, list[Any]]:
     """Return a model on DEVICE and its optimizers.
 
-    optimizer: "adamw", "muon" (torch's), or "extras/muon". build: arguments of gpt.build.
+    optimizer: "adamw", "muon" (torch's), or "extras/muon", which divides its work over the ranks.
+    build: arguments of gpt.build.
     """
     sizes = shape.vocab, shape.T, shape.layers, num_heads(shape), shape.embd
     model = gpt.build(gpt.Config(*sizes, dropout, arch), 0, **build).to(DEVICE)
@@ -248,7 +249,7 @@ def make_model(
         optimizers.append(torch.optim.Muon(groups["matrices"], lr=3e-4))
     elif optimizer == "extras/muon":
         fast: Any = importlib.import_module("extras.muon")
-        optimizers.append(fast.Muon(groups["matrices"], lr=3e-4))
+        optimizers.append(fast.Muon(groups["matrices"], lr=3e-4, distribute=True))
     return model, optimizers
 
 
@@ -412,34 +413,38 @@ def peak_memory(process: int | str = "self") -> int:
 
 
 def scaling() -> Iterator[Row]:
-    """Compare two ranks with one. On a CPU each rank has one core.
+    """Compare two ranks with one, in float32. On a CPU each rank has one thread.
 
     Weak scaling: the global batch grows with the number of ranks. Strong scaling: it does not.
     """
     if DEVICE.type == "cuda" and torch.cuda.device_count() < 2:
         return
     for shape in (LARGE, SMALL):
-        twice = shape._replace(B=2 * shape.B)
-        jobs = {
-            "one": (1, shape, "toolkit"),
-            "weak": (2, twice, "toolkit"),
-            "strong": (2, shape, "toolkit"),
-            "tutorial": (2, shape, "tutorial"),
+        twice, rounds = shape._replace(B=2 * shape.B), 3 if shape == LARGE else 20
+        one = {"adamw": (ddp_step, shape), "muon": (ddp_step, shape, "extras/muon")}
+        two = {
+            "adamw": (ddp_step, twice),
+            "muon": (ddp_step, twice, "extras/muon"),
+            "strong": (ddp_step, shape),
+            "tutorial": (tutorial_step, shape),
+            "reduce": (reduce_step, shape),
         }
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
-        for _ in range(2):
-            for name, (size, *rest) in jobs.items():
-                found[name].append(on_ranks(size, *rest))
-        step = {name: statistics.median(f["step"] for f in runs) for name, runs in found.items()}
-        reduce = statistics.median(f["reduce"] for f in found["weak"])
-        rate = {name: job[1].T * job[1].B / step[name] for name, job in jobs.items()}
-        ideal = 2 * rate["one"]
-        yield row(f"{shape} per rank, 2 ranks", rate["weak"], "tokens/s", "1 rank, doubled", ideal)
-        what = f"{shape} over 2 ranks"
-        yield row(what, rate["strong"], "tokens/s", "1 rank, doubled", ideal)
-        yield row(what, rate["strong"], "tokens/s", "tutorial loop, accum 4", rate["tutorial"])
+        pairs = [[on_ranks(1, one, rounds, 1), on_ranks(2, two, rounds, 1)] for _ in range(2)]
+        alone, step = (
+            {name: statistics.mean(found[name] for found in runs) for name in runs[0]}
+            for runs in zip(*pairs)
+        )
+        tokens = shape.T * shape.B
+        ideal = {name: 2 * tokens / seconds for name, seconds in alone.items()}
+        for name in one:
+            rate = 2 * tokens / step[name]
+            what = f"{shape} per rank, 2 ranks, {name}"
+            yield row(what, rate, "tokens/s", "1 rank, doubled", ideal[name])
+        what, rate = f"{shape} over 2 ranks, adamw", tokens / step["strong"]
+        yield row(what, rate, "tokens/s", "1 rank, doubled", ideal["adamw"])
+        yield row(what, rate, "tokens/s", "tutorial loop, accum 4", tokens / step["tutorial"])
         what = f"{shape} per rank: all-reduce alone"
-        yield row(what, reduce * 1e3, "ms", "whole step", step["weak"] * 1e3)
+        yield row(what, step["reduce"] * 1e3, "ms", "whole step", step["adamw"] * 1e3)
 
 
 def on_ranks(size: int, *job: Any) -> dict[str, float]:
@@ -449,40 +454,148 @@ def on_ranks(size: int, *job: Any) -> dict[str, float]:
         return json.loads(Path(f"{folder}/found").read_text())
 
 
-def time_steps(path: str, shape: Shape, kind: str) -> None:
-    """Write the median seconds of a step, and of an all-reduce of its gradient alone, as JSON.
+def time_steps(
+    path: str, candidates: dict[str, tuple[Any, ...]], rounds: int, threads: int | None = None
+) -> None:
+    """Write the median seconds of a call of each candidate as JSON. Every rank runs this.
 
-    Every rank runs this, and rank 0 writes. kind: "toolkit" or "tutorial".
+    candidates: {name: (function, *arguments)}. function(world, *arguments) returns the call. All
+    ranks make equally many calls, and rank 0 writes. threads: for each rank; None: all CPUs.
     """
     with ddp_setup.process_group() as world:
-        torch.set_num_threads(1)
-        if kind == "tutorial":
-            step = plain_step(shape, 4, world.rank, world.size)
-        else:
-            model, optimizers = make_model(shape)
-            steps = chardata.steps(make_plan(shape), rank=world.rank, world_size=world.size)
-            replica = ddp_setup.replicate(model, world)
-            step = partial(next, loop.train_(replica, optimizers, steps, gpt.loss, clip=1.0))
-        found = {"step": median_seconds(step, 7 if shape == LARGE else 30)}
-        if world.size > 1 and kind == "toolkit":
-            gradient = torch.zeros(sum(p.numel() for p in model.parameters()), device=world.device)
-            found["reduce"] = median_seconds(lambda: dist.all_reduce(gradient), 10)
+        calls = {name: make(world, *rest) for name, (make, *rest) in candidates.items()}
+        torch.set_num_threads(threads or max(1, ddp_setup.available_cpus() // world.size))
+        found = medians(calls, 0, rounds)
         if world.rank == 0:
             Path(path).write_text(json.dumps(found))
 
 
-def median_seconds(call: Call, calls: int) -> float:
-    """Return the median seconds of a call, after two that do not count.
+def ddp_step(
+    world: ddp_setup.World,
+    shape: Shape,
+    optimizer: str = "adamw",
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+    accum: int = 1,
+) -> Call:
+    """Return a function that does one step of loop.train_ on all ranks."""
+    model, optimizers = make_model(shape, optimizer=optimizer)
+    if compiled:
+        gpt.compile_(model)
+    steps = chardata.steps(make_plan(shape), rank=world.rank, world_size=world.size, accum=accum)
+    replica = ddp_setup.replicate(model, world)
+    return partial(next, loop.train_(replica, optimizers, steps, gpt.loss, dtype=dtype, clip=1.0))
 
-    The number of calls is fixed, because all ranks must make equally many.
+
+def tutorial_step(world: ddp_setup.World, shape: Shape) -> Call:
+    return plain_step(shape, 4, world.rank, world.size)
+
+
+def reduce_step(world: ddp_setup.World, shape: Shape) -> Call:
+    """Return a function that sums up as many numbers as the model has parameters."""
+    count = sum(p.numel() for p in make_model(shape)[0].parameters())
+    return partial(dist.all_reduce, torch.zeros(count, device=world.device))
+
+
+# --------------------------------------------------------- the same steps, with the usual frameworks
+
+
+def frameworks() -> Iterator[Row]:
+    """Compare with Hugging Face accelerate and Lightning Fabric, written as their guides show.
+
+    All train the same model on windows of the same tokens, in bfloat16, with two micro-batches per
+    step, a fused AdamW and clipping.
     """
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        call()
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    if not all(map(importlib.util.find_spec, ("accelerate", "lightning_fabric"))):
+        note("frameworks: left out; to compare with them, pip install -e '.[bench]'")
+        return
+    for shape, size, compiled in (
+        (SMALL, 1, False),
+        (SMALL, 1, True),
+        (SMALL, 2, True),
+        (LARGE, 1, True),
+        (LARGE, 2, True),
+    ):
+        if DEVICE.type == "cuda" and torch.cuda.device_count() < size:
+            continue
+        batch = shape._replace(B=size * shape.B)
+        candidates = {
+            "toolkit": (ddp_step, batch, "adamw", torch.bfloat16, compiled, 2),
+            "accelerate": (accelerate_step, batch, compiled),
+            "fabric": (fabric_step, batch, compiled),
+        }
+        taken = on_ranks(size, candidates, 5 if shape == LARGE else 30)
+        rate = {name: batch.T * batch.B / seconds for name, seconds in taken.items()}
+        what = f"{shape} per rank, {size} rank{'s' * (size > 1)}{', compiled' * compiled}"
+        for other in ("accelerate", "fabric"):
+            yield row(what, rate["toolkit"], "tokens/s", other, rate[other])
+
+
+def shuffled_windows(shape: Shape, batch_size: int) -> DataLoader[Any]:
+    """Return a DataLoader of windows that do not overlap, as chardata's do."""
+    ids = torch.from_numpy(random_tokens(shape.vocab).astype(np.int64))
+    data = TensorDataset(ids[:-1].view(-1, shape.T), ids[1:].view(-1, shape.T))
+    return DataLoader(data, batch_size, shuffle=True, drop_last=True)
+
+
+def accelerate_step(world: ddp_setup.World, shape: Shape, compiled: bool) -> Call:
+    """Return a function that does one step as the guide of accelerate shows."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    accelerator = Accelerator(
+        cpu=world.device.type == "cpu",
+        mixed_precision="bf16",
+        gradient_accumulation_steps=2,
+        dynamo_backend="inductor" if compiled else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    model, (optimizer,) = make_model(shape)
+    loader = shuffled_windows(shape, shape.B // world.size // 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def steps() -> Iterator[None]:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = model(x, y) / y.numel()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                yield
+
+    return partial(next, steps())
+
+
+def fabric_step(world: ddp_setup.World, shape: Shape, compiled: bool) -> Call:
+    """Return a function that does one step as the guide of Lightning Fabric shows."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy
+
+    strategy = DDPStrategy(gradient_as_bucket_view=True) if world.size > 1 else "auto"
+    fabric = Fabric(
+        accelerator=world.device.type, strategy=strategy, devices=world.size, precision="bf16-mixed"
+    )
+    fabric.launch()
+    model, (optimizer,) = make_model(shape)
+    if compiled:
+        model = torch.compile(model)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(shuffled_windows(shape, shape.B // world.size // 2))
+
+    def steps() -> Iterator[None]:
+        for number, (x, y) in enumerate(loader, 1):
+            accumulating = number % 2 != 0
+            with fabric.no_backward_sync(model, enabled=accumulating):
+                fabric.backward(model(x, y) / y.numel() / 2)
+            if not accumulating:
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
+
+    return partial(next, steps())
 
 
 def checkpoints() -> Iterator[Row]:
@@ -933,7 +1046,7 @@ def note(text: str) -> None:
 
 PATH = click.Path(exists=True, resolve_path=True)
 GPU_PARTS = [gpu_speed, gpu_waits, gpu_resume, gpu_messages, gpu_quality]
-PARTS = [limits, training, data, scaling, checkpoints, start_up, sampling, memory]
+PARTS = [limits, training, data, scaling, frameworks, checkpoints, start_up, sampling, memory]
 
 
 @click.command()

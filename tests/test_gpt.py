@@ -4,9 +4,12 @@ model.
 
 import math
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
-from itertools import islice
+from itertools import combinations, islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,8 +224,7 @@ def test_dropout_in_attention_is_random_and_keeps_the_mean(S, copies):
 
 
 def test_gpt2_small_has_the_published_number_of_parameters():
-    with torch.device("meta"):
-        model = gpt.build(gpt.Config(50257, 1024, 12, 12, 768, arch="gpt2"), seed=0)
+    model = gpt.build(gpt.Config(50257, 1024, 12, 12, 768, arch="gpt2"), seed=None)
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
     assert model.head.weight is model.embedding.weight
 
@@ -243,6 +245,46 @@ def test_initial_weights_depend_only_on_the_seed_and_global_generators_do_not_ch
     pairs = list(zip(first.parameters(), again.parameters(), other.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b, _ in pairs)
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_initial_weights_of_a_parameter_depend_on_its_name(arch):
+    config = SMALL._replace(arch=arch, vocab=12)  # embedding, positions and head have equal shapes
+    weights = dict(gpt.build(config, seed=0).named_parameters())
+    drawn = [weight.flatten()[:9].tolist() for weight in weights.values() if weight.std() > 0]
+    assert len(drawn) == {"gpt2": 2 + 4 * 3, "modern": 2 + 2 * 3}[arch]
+    assert all(a[i] != b[i] for a, b in combinations(drawn, 2) for i in range(9))
+    # It makes no difference which other parameters there are.
+    fewer = gpt.build(config._replace(layers=2), seed=0)
+    for name, weight in fewer.named_parameters():
+        if not name.endswith(("out.weight", "down.weight")):  # their scale depends on the layers
+            assert torch.equal(weight, weights[name])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_without_a_seed_the_model_has_no_memory_and_initial_weight_completes_it(arch):
+    config = SMALL._replace(arch=arch)
+    empty, full = gpt.build(config, seed=None), gpt.build(config, seed=3)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    pairs = zip(reversed([*empty.named_parameters()]), reversed([*full.parameters()]), strict=True)
+    for (name, parameter), expected in pairs:  # in another order than in build
+        weight = gpt.initial_weight(config, 3, name, parameter.shape)
+        assert weight.dtype == torch.float32 and torch.equal(weight, expected)
+    for model in (empty, full):
+        assert (model.head.weight is model.embedding.weight) == (arch == "gpt2")
+
+
+def test_building_a_model_does_not_import_the_slow_modules_of_torch():
+    """torch imports them, which takes a second, to draw normal numbers on the device "meta"."""
+    code = """
+        import sys, torch, gpt
+        before = set(sys.modules)
+        gpt.build(gpt.Config(5, 4, layers=1, heads=1, embd=4, arch="gpt2"), seed=0)
+        assert len(set(sys.modules) - before) < 9, sorted(set(sys.modules) - before)
+    """
+    code = "\n".join(line.strip() for line in code.splitlines())
+    folder = Path(gpt.__file__).parent
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, timeout=60)
 
 
 def test_gpt2_has_the_initial_weights_of_its_paper():
@@ -488,17 +530,20 @@ def test_dropout_is_random_in_training_and_off_in_evaluation(arch):
 
 
 def sample_without_a_cache(model, prompt, temperature, generator):
-    """Follow the rule of `sample`: cut a context of more than block_size tokens to its last half,
-    at least one.
-    """
+    """Follow the rule of `sample`: cut a context of more than block_size tokens to its last half."""
     size = model.config.block_size
     context = prompt[-size:].tolist()
     while True:
         logits = model(torch.tensor([context]))[0, -1]
-        context.append(gpt.sample_token(logits, temperature, 0, generator))
+        context.append(int(gpt.sample_token(logits, temperature, 0, generator)))
         yield context[-1]
         if len(context) > size:
-            context = context[-max(1, size // 2) :]
+            context = context[-((size + 1) // 2) :]
+
+
+def sampled(model, prompt, count, **settings):
+    """Return the next `count` tokens of a single prompt."""
+    return [int(token) for token in islice(gpt.sample(model, prompt, **settings), count)]
 
 
 @pytest.mark.parametrize("temperature", [0, 2])
@@ -510,22 +555,32 @@ def test_sampling_with_and_without_a_cache_gives_the_same_tokens(
     block_size, prompt, arch, temperature
 ):
     model, prompt = random_model(arch, block_size=block_size), random_tokens(prompt)
-    with_cache, without = (
-        list(
-            islice(
-                f(
-                    model,
-                    prompt,
-                    temperature=temperature,
-                    generator=torch.Generator().manual_seed(0),
-                ),
-                50,
-            )
-        )
-        for f in (gpt.sample, sample_without_a_cache)
+    settings = (
+        {"temperature": temperature, "generator": torch.Generator().manual_seed(0)}
+        for _ in range(2)
     )
+    with_cache = sampled(model, prompt, 50, **next(settings))
+    without = [*islice(sample_without_a_cache(model, prompt, **next(settings)), 50)]
     assert with_cache == without
     assert temperature == 0 or len(set(without)) > 4
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("block_size, length", [(12, 1), (12, 5), (12, 30), (7, 3), (1, 1)])
+def test_a_batch_of_prompts_continues_like_each_prompt_alone(block_size, length, arch):
+    model = random_model(arch, block_size=block_size)
+    prompts = random_tokens(5, length)
+    tokens = [*islice(gpt.sample(model, prompts, temperature=0), 50)]
+    assert all(token.shape == (5,) and token.dtype == torch.int64 for token in tokens)
+    rows = torch.stack(tokens, dim=1).tolist()
+    assert rows == [sampled(model, prompt, 50, temperature=0) for prompt in prompts]
+    # These prompts lead gpt2 to one token that repeats.
+    assert arch == "gpt2" or len({*map(tuple, rows)}) > 1
+
+
+def test_each_row_of_a_batch_draws_its_own_tokens():
+    tokens = islice(gpt.sample(random_model("modern"), torch.zeros(5, 1, dtype=torch.int64)), 30)
+    assert len({*map(tuple, torch.stack([*tokens], dim=1).tolist())}) == 5
 
 
 def test_sampling_computes_one_position_per_token_until_the_context_is_full():
@@ -538,9 +593,9 @@ def test_sampling_computes_one_position_per_token_until_the_context_is_full():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_sampling_has_no_dropout_and_does_not_disable_gradients(arch):
     model, prompt = random_model(arch, dropout=0.5).train(), random_tokens(3)
-    expected = list(islice(gpt.sample(random_model(arch), prompt, temperature=0), 20))
+    expected = sampled(random_model(arch), prompt, 20, temperature=0)
     tokens = gpt.sample(model, prompt, temperature=0)
-    assert [next(tokens) for _ in range(20)] == expected
+    assert [int(next(tokens)) for _ in range(20)] == expected
     assert torch.is_grad_enabled()
 
 
@@ -553,9 +608,7 @@ def test_sampling_restores_training_mode():
 def test_sampled_tokens_depend_only_on_the_generator():
     def draw(seed):
         generator = torch.Generator().manual_seed(seed)
-        return list(
-            islice(gpt.sample(model, random_tokens(3), temperature=2.0, generator=generator), 30)
-        )
+        return sampled(model, random_tokens(3), 30, temperature=2.0, generator=generator)
 
     model = random_model("gpt2")
     before = torch.get_rng_state()
@@ -563,8 +616,9 @@ def test_sampled_tokens_depend_only_on_the_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_empty_prompt_is_an_error_at_the_first_next():
-    tokens = gpt.sample(random_model("modern"), random_tokens(0))
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_an_empty_prompt_is_an_error_at_the_first_next(shape):
+    tokens = gpt.sample(random_model("modern"), random_tokens(*shape))
     with pytest.raises(ValueError, match="the prompt is empty"):
         next(tokens)
 
@@ -586,12 +640,21 @@ def distribution(temperature, top_k):
 def test_token_frequencies_follow_temperature_and_top_k(temperature, top_k):
     expected, n = distribution(temperature, top_k), 2000
     generator = torch.Generator().manual_seed(0)
-    counts = Counter(gpt.sample_token(LOGITS, temperature, top_k, generator) for _ in range(n))
+    drawn = gpt.sample_token(LOGITS.expand(n, 6), temperature, top_k, generator)
+    counts = Counter(drawn.tolist())
     assert counts.keys() == expected.keys()
     statistic = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in expected.items())
     df = len(expected) - 1
     # the mean plus six standard deviations of chi-square
     assert statistic <= df + 6 * math.sqrt(2 * df)
+
+
+def test_each_row_of_logits_has_its_own_largest_ones():
+    logits = torch.stack((LOGITS, LOGITS.roll(1), -LOGITS))
+    tokens = [gpt.sample_token(logits, 5.0, 2, None) for _ in range(100)]
+    rows = zip(*(token.tolist() for token in tokens), strict=True)
+    assert [{*row} for row in rows] == [{1, 5}, {2, 0}, {2, 4}]
+    assert gpt.sample_token(logits, 0, 2, None).tolist() == [1, 2, 2]
 
 
 def test_temperature_0_takes_the_most_likely_token_and_draws_nothing():
@@ -602,19 +665,18 @@ def test_temperature_0_takes_the_most_likely_token_and_draws_nothing():
 
 
 def test_sample_passes_its_settings_to_sample_token():
-    model, prompt = random_model("modern"), random_tokens(4)
-    greedy = list(islice(gpt.sample(model, prompt, temperature=0), 20))
-    assert list(islice(gpt.sample(model, prompt, top_k=1), 20)) == greedy
-    assert list(islice(gpt.sample(model, prompt, temperature=1e-4), 20)) == greedy
-    assert list(islice(gpt.sample(model, prompt, temperature=3.0), 20)) != greedy
+    draw = partial(sampled, random_model("modern"), random_tokens(4), 20)
+    greedy = draw(temperature=0)
+    assert draw(top_k=1) == greedy
+    assert draw(temperature=1e-4) == greedy
+    assert draw(temperature=3.0) != greedy
 
 
 def test_sample_draws_with_temperature_1_from_all_tokens_by_default():
     model, prompt = random_model("modern"), random_tokens(4)
     generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-    plain = gpt.sample(model, prompt, generator=generators[0])
-    explicit = gpt.sample(model, prompt, temperature=1.0, top_k=0, generator=generators[1])
-    assert [*islice(plain, 30)] == [*islice(explicit, 30)]
+    plain = sampled(model, prompt, 30, generator=generators[0])
+    assert plain == sampled(model, prompt, 30, temperature=1.0, top_k=0, generator=generators[1])
 
 
 def test_a_tiny_temperature_does_not_overflow():

@@ -319,6 +319,10 @@ def test_bytes_can_be_trained_on_sampled_and_evaluated(tmp_path):
     greedy = ["--max-new-tokens", 20, "--temperature", 0]
     ran = run("sample", "--out", out, "--prompt", "東", *greedy)
     assert ran.code == 0 and ran.out.startswith("東"), ran
+    three = run("sample", "--out", out, "--prompt", "東", "--num-samples", 3, *greedy)
+    assert three.out == f"{'-' * 20}\n".join([ran.out] * 3), three
+    three = run("sample", "--out", out, "--num-samples", 3, "--seed", 1)
+    assert three.code == 0 and len(set(three.out.split("-" * 20))) == 3, three
     ran = run("eval", "--out", out, "--data", text)
     assert ran.code == 0 and f"over {len(text.read_bytes()) - 1:,} tokens" in ran.out
 

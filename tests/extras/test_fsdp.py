@@ -14,6 +14,9 @@ import pytest
 import torch
 from conftest import TINY, Program, checkpoints, losses, run, same, state
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import chardata
 import ckpt
@@ -31,17 +34,18 @@ PLAN = chardata.BatchPlan(TOKENS, block_size=8, batch_size=5)  # 24 windows: ste
 PLACES = list(product(STRATEGIES, (1, 2, 3)))  # (strategy, number of ranks) that writes or reads
 
 
-def distribute(bare, world, strategy, parts=()):
+def distribute(bare, world, strategy, parts=(), initial_weight=None):
     if strategy == "ddp":
         return ddp_setup.replicate(bare, world)
-    return fsdp.shard_(bare, world.size, world.device, parts, strategy)
+    return fsdp.shard_(bare, world.size, world.device, parts, strategy, initial_weight)
 
 
 def build(world, strategy, *, arch="modern", optimizer="adamw", **config):
     """Return (distributed model, optimizers). Three ranks cannot divide its 16 rows evenly."""
     config = gpt.Config(18, 8, layers=2, heads=2, embd=16, arch=arch, **config)
-    bare = gpt.build(config, seed=0, checkpoint_activations=arch == "gpt2")
-    model = distribute(bare, world, strategy, [*bare.blocks])
+    bare = gpt.build(config, 0 if strategy == "ddp" else None, arch == "gpt2")
+    initial_weight = partial(gpt.initial_weight, config, 0)
+    model = distribute(bare, world, strategy, [*bare.blocks], initial_weight)
     if optimizer == "adamw":
         return model, [torch.optim.AdamW(bare.parameters(), lr=3e-3, weight_decay=0.1, fused=True)]
     if optimizer == "sgd":
@@ -245,6 +249,56 @@ def from_rank_0(world, strategy):
     return whole(distribute(model, world, strategy, [model[0]]))
 
 
+def partly_meta(world, strategy):
+    """Distribute a model of which one part has other weights on each rank, and the other has none."""
+    torch.manual_seed(world.rank)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, device="meta"), nn.BatchNorm1d(1))
+    model[1].bias.requires_grad_(False)
+    model[2].running_mean += world.rank
+
+    def initial_weight(name, shape):
+        return torch.full(shape, {"1.weight": 5.0, "1.bias": 6.0}[name])
+
+    model = distribute(model, world, strategy, [model[0]], initial_weight)
+    return whole(model), [p.requires_grad for p in model.parameters()]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Watch how many bytes the tensors have that are made within this context."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.largest = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        live = sum(nbytes for storage, nbytes in self.storages.values() if not storage.expired())
+        self.largest = max(self.largest, live)
+        return out
+
+
+def start(world):
+    """Shard models that have no memory yet.
+
+    Return {(arch, strategy): (all weights, on rank 0; most bytes at a time; bytes of shards; whether
+    the head is tied)}.
+    """
+    found = {}
+    for arch, strategy in product(("gpt2", "modern"), ("zero", "fsdp")):
+        config = LARGER._replace(arch=arch)
+        model = gpt.build(config, seed=None)
+        with LiveBytes() as live:
+            initial_weight = partial(gpt.initial_weight, config, 5)
+            distribute(model, world, strategy, [*model.blocks], initial_weight)
+        tied = model.head.weight is model.embedding.weight
+        found[arch, strategy] = whole(model), live.largest, local(model.parameters()), tied
+    return found
+
+
 def compressed(world):
     """Return the gradient that rank 0's optimizer sees, with and without compression, of the
     weights 0.1, 0.2, ...
@@ -270,6 +324,7 @@ def compress_error(world):
 
 JOBS = (held, evaluation, one_nan, resumed, muon, from_rank_0)
 JOBS += (after_evaluation, unequal_micro_batches, own_group)
+LARGER = gpt.Config(64, 8, layers=6, heads=2, embd=32)
 
 
 def every_job(world):
@@ -277,6 +332,8 @@ def every_job(world):
     for strategy in STRATEGIES:
         for job in JOBS:
             found[job.__name__, strategy] = job(world, strategy)
+        if strategy != "ddp":
+            found["partly_meta", strategy] = partly_meta(world, strategy)
         for arch, accum in (("gpt2", 1), ("modern", 3)):
             found["learning", strategy, arch] = learning(world, strategy, arch, accum)
     return found
@@ -323,13 +380,15 @@ def read_all(world, folder, cells, **how):
     }
 
 
-def in_turn(folder: str, job) -> None:
-    """Run job(world) with 3, 2 and 1 ranks in the same processes, which start slowly."""
+def in_turn(folder: str, job, sizes=(3, 2)) -> None:
+    """Run job(world) with these numbers of ranks, and with 1, in the same processes, which start
+    slowly.
+    """
     rank = int(os.environ["RANK"])
     torch.set_num_threads(
         1
     )  # Several threads would wait for each other while other ranks use the cores.
-    for size in (3, 2):
+    for size in sizes:
         if rank < size:
             os.environ.update(WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
             with ddp_setup.process_group("cpu") as world:
@@ -344,6 +403,58 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     assert ddp_setup.spawn(in_turn, 3, str(folder), every_job) == 0
     return lambda size: [torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory):
+    """Return a function: number of ranks -> list of what `start` returned on each."""
+    folder = tmp_path_factory.mktemp("starts")
+    assert ddp_setup.spawn(in_turn, 4, str(folder), start, (4, 2)) == 0
+    return lambda size: [torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)]
+
+
+# --- initial weights ---
+
+SHARDED = pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+ARCHS = pytest.mark.parametrize("arch", ["gpt2", "modern"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@SHARDED
+@ARCHS
+def test_weights_that_are_made_in_parts_equal_those_of_gpt_build(starts, size, strategy, arch):
+    whole, *_ = starts(size)[0][arch, strategy]
+    expected = gpt.build(LARGER._replace(arch=arch), seed=5).state_dict()
+    assert same(dict(whole), dict(expected))
+    for *_, tied in (rank[arch, strategy] for rank in starts(size)):
+        assert tied == (arch == "gpt2")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@SHARDED
+@ARCHS
+def test_while_a_model_is_made_a_rank_holds_at_most_its_shards_and_one_part(
+    starts, size, strategy, arch
+):
+    model = gpt.build(LARGER._replace(arch=arch), seed=0)
+    every, parts = local(model.parameters()), [local(block.parameters()) for block in model.blocks]
+    largest = max(*parts, every - sum(parts))
+    for _, most, shards, _ in (rank[arch, strategy] for rank in starts(size)):
+        assert shards == every / size
+        assert largest < most <= shards + largest + 64  # bytes, for numbers that torch makes
+
+
+@SIZES
+@SHARDED
+def test_parameters_and_buffers_that_have_values_are_those_of_rank_0(ranks, size, strategy):
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.BatchNorm1d(1)).state_dict()
+    expected["1.weight"], expected["1.bias"] = torch.full((1, 3), 5.0), torch.tensor([6.0])
+    for result in ranks(size):
+        assert result["partly_meta", strategy][1] == [True] * 3 + [False] + [True] * 2
+    assert same(dict(ranks(size)[0]["partly_meta", strategy][0]), dict(expected))
+    weights, _ = ranks(1)[0]["partly_meta", strategy]
+    assert same(dict(weights), dict(expected))
 
 
 # --- arithmetic ---
