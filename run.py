@@ -144,7 +144,7 @@ class Flags:
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
     embedding_lr: float = option(
-        2.0, "With muon: learning rate of the rest, divided by --lr.", POSITIVE
+        2.0, "With muon, the rate of AdamW is this factor times --lr.", POSITIVE
     )
     momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
     min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)

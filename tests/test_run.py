@@ -664,7 +664,8 @@ def test_help_lists_every_flag_and_does_not_import_torch():
     assert not re.search(r"\| +(torch|numpy|gpt|loop|ckpt|chardata)\b", ran.err)
     shown = set(re.findall(r"^  (--[\w-]+)", ran.out, re.MULTILINE))
     flags = """--data --tokenizer --vocab --val-fraction --out --epochs --steps --batch-size --accum
-        --block-size --layers --heads --embd --dropout --arch --optimizer --lr --min-lr --warmup
+        --block-size --layers --heads --embd --dropout --arch --optimizer --lr --embedding-lr --momentum --min-lr
+        --warmup
         --weight-decay --clip --dtype --device --compile --checkpoint-activations --eval-every --eval-tokens
         --save-every --log-every --keep --fresh --seed --timeout --spawn --config --strategy
         --checkpoint --init-from --help --version"""
