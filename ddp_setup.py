@@ -380,9 +380,9 @@ def _watch_ranks(
     20 times per timeout, each rank increases a counter in the store and writes its state there: the
     value of the counter, which shows whose state is old, and the line where its program is. The
     store also counts the ranks that compile. A rank is stuck if torch's flight recorder says 20
-    times in a row that the same collective has started and has not ended. A stuck rank ends, unless
-    a rank runs torch.compile. The first stuck rank reads all states and prints where each rank is.
-    After that, a rank that is in no collective ends too, if it starts none in 20 intervals.
+    times in a row that the same collective has started and has not ended, and if meanwhile no rank
+    runs torch.compile. A stuck rank ends. The first one reads all states and prints where each rank
+    is. After that, a rank that is in no collective ends too, if it starts none in 20 intervals.
     """
     recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
@@ -391,11 +391,14 @@ def _watch_ranks(
     compiled = False  # whether this rank compiled, one interval ago
     counts = list[int]()  # values of the counter, one for each interval in a row that was stuck
     while not block_ended.wait(timeout / 20):
-        stacks = {id: traceback.extract_stack(f) for id, f in sys._current_frames().items()}
-        where = "the start"
-        for call in stacks[main]:  # The innermost call is the last.
-            if not call.filename.startswith(LIBRARY_PATHS):
-                where = f"{Path(call.filename).name}:{call.lineno}"
+        # traceback.extract_stack would read source files, which can be on storage that hangs.
+        stacks = {
+            id: [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame)]
+            for id, frame in sys._current_frames().items()
+        }
+        program = [
+            f"{Path(f).name}:{n}" for f, n in stacks[main] if not f.startswith(LIBRARY_PATHS)
+        ]
         compiles = bool(re.search("_dynamo/convert_frame|_inductor/compile_fx", f"{stacks}"))
         # False: without the collectives. True: only active ones. The status is always there.
         groups = json.loads(dump(False, True))["pg_status"].values()
@@ -404,14 +407,15 @@ def _watch_ranks(
         count = ranks_compiling = 0
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)
-            store.set(keys[env.rank], json.dumps([count, where]))
+            store.set(keys[env.rank], json.dumps([count, [*program, "the start"][0]]))
             ranks_compiling = store.add("compiling", compiles - compiled)
             compiled = compiles
             # When an error was reported, a rank that is in no collective counts as waiting too.
             waiting = waiting or store.add("reported", 0) > 0
-        counts = [*counts, count] if waiting and numbers == before else []
+        stuck = waiting and numbers == before and not ranks_compiling
+        counts = [*counts, count] if stuck else []
         before = numbers
-        if len(counts) < 20 or ranks_compiling:
+        if len(counts) < 20:
             continue
         ranks = ["no answer from rank 0"]
         with suppress(dist.DistError):

@@ -37,7 +37,7 @@ class Config(NamedTuple):
     layers: int
     heads: int
     embd: int  # width of the residual stream; a multiple of heads (of 2 * heads with "modern")
-    dropout: float = 0.0  # probability, at least 0 and below 1
+    dropout: float = 0.0  # probability, at least 0 and below 1; not checked here
     arch: str = "modern"  # a key of ARCHS
 
 
@@ -148,7 +148,7 @@ class Block(nn.Module):
         if cache is not None:
             cache[..., -T:, :] = torch.stack((k, v))
             k, v = cache
-        y = attention(q, k, v, self.dropout if self.training else 0.0)
+        y = attention(q, k, v, self.dropout * self.training)
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + F.dropout(y, self.dropout, self.training)
         y = self.down(self.activation(self.up(self.norm2(x))))
@@ -156,7 +156,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer. Use `build` to make one with initialised weights."""
+    """A decoder-only transformer. Use `build` to make one: here, embeddings are not initialised."""
 
     def __init__(self, config: Config, checkpoint_activations: bool = False) -> None:
         super().__init__()
@@ -180,7 +180,8 @@ class GPT(nn.Module):
         caches: Tensor | None = None,
         start: int = 0,
     ) -> Tensor:
-        """Compute the logits (B, T, V), or, if targets are given, the sum of the token losses.
+        """Compute the logits (B, T, V), or, if targets are given, the sum of the token losses. With
+        caches, compute only the logits of the last token, (B, 1, V).
 
         tokens, targets: (B, T) int64. The sum is a float32 scalar in nats. A token attends to
             itself and to the tokens before it.
@@ -207,7 +208,7 @@ class GPT(nn.Module):
                 x = block(x, cos_sin, None if caches is None else caches[i])
         x = self.norm(x)
         if targets is None:
-            logits: Tensor = self.head(x)
+            logits: Tensor = self.head(x if caches is None else x[:, -1:])
             return logits
         # At most this many logits are computed at a time. 2**28 float32 logits are 1 GiB: 5,000
         # tokens with V = 50,000, enough to keep a GPU busy.
@@ -233,11 +234,12 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -
     rows = max(1, max_logits // len(weight))
     if len(x) <= rows:
         return part(x, targets)
-    sums = [
-        checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False)
-        for pair in zip(x.split(rows), targets.split(rows))
-    ]
-    return torch.stack(sums).sum()
+    return torch.stack(
+        [
+            checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False)
+            for pair in zip(x.split(rows), targets.split(rows))
+        ]
+    ).sum()
 
 
 def build(config: Config, seed: int | None, checkpoint_activations: bool = False) -> GPT:
@@ -252,7 +254,7 @@ def build(config: Config, seed: int | None, checkpoint_activations: bool = False
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
-    for name in ("vocab", "block_size", "layers", "heads", "embd"):
+    for name in config._fields[:5]:  # from vocab to embd
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; must be at least 1")
     if config.embd % config.heads:
@@ -261,8 +263,6 @@ def build(config: Config, seed: int | None, checkpoint_activations: bool = False
         raise ValueError(
             f"embd / heads is {config.embd // config.heads}; rotary positions need an even number"
         )
-    if not 0 <= config.dropout < 1:
-        raise ValueError(f"dropout is {config.dropout}; must be at least 0 and below 1")
     with torch.device("meta"):
         model = GPT(config, checkpoint_activations)
     if seed is not None:
@@ -406,6 +406,6 @@ def sample_token(
     if top_k:
         smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
-    # A smaller temperature gives the same result as 1e-6, but could make the quotient overflow.
-    probabilities = (logits.float() / max(temperature, 1e-6)).softmax(-1)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    # The largest logit becomes 0, so that a very small temperature cannot make it overflow.
+    logits = (logits.float() - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).flatten()

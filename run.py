@@ -832,7 +832,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
         count = chardata.num_tokens(tokens) - 1
-        say(
+        click.echo(
             f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
             f"perplexity {math.exp(loss):.4f}, over {count:,} tokens, in {flags.dtype}"
         )

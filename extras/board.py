@@ -7,6 +7,7 @@ Needs torch and tensorboard.
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 
 try:
@@ -14,21 +15,29 @@ try:
 except ImportError as error:
     raise ImportError("pip install tensorboard to write metrics for it") from error
 
+SUFFIX = ".ddpkit"  # the names of event files that this file writes end with it
+
 
 def write_events(metrics: str, folder: str) -> None:
     """Write an event file with each finite number of `metrics` under its name, at its step.
 
-    metrics: lines of JSON objects with numbers or null, each with a "step". folder: an existing
-    local folder. Event files that it has are deleted, so the function can be called again during a
-    training.
+    metrics: lines of JSON objects with numbers or null, each with a "step". Other lines, such as
+    one that is being written, are left out. folder: an existing local folder. Event files that this
+    function has written there are deleted, so it can be called again during a training. ValueError
+    if there are no metrics or no such folder.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: is not a local folder")
-    for path in Path(folder).glob("events.out.tfevents.*"):
+    records = []
+    for line in metrics.splitlines():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    if not records:
+        raise ValueError(f"{folder}: there are no metrics")
+    for path in Path(folder).glob(f"events.out.tfevents.*{SUFFIX}"):
         path.unlink()
-    with SummaryWriter(folder) as writer:
-        for line in metrics.splitlines():
-            record = json.loads(line)
+    with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
+        for record in records:
             for name, value in record.items():
                 if name != "step" and value is not None and math.isfinite(value):
                     writer.add_scalar(name, value, record["step"])

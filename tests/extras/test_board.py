@@ -45,6 +45,18 @@ def test_only_finite_numbers_are_written(tmp_path):
     assert shown(tmp_path) == {"loss": [(3, 2.5)]}
 
 
+def test_a_line_that_was_cut_off_is_left_out_and_files_of_others_stay(tmp_path):
+    board = pytest.importorskip("extras.board")
+    other = tmp_path / "events.out.tfevents.1.host.1.0"
+    other.touch()
+    with pytest.raises(ValueError, match="there are no metrics"):
+        board.write_events("", f"{tmp_path}")
+    for _ in range(2):
+        board.write_events('{"step": 1, "loss": 2.5}\n{"step": 2, "lo', f"{tmp_path}")
+    assert other.exists() and len([*tmp_path.glob("events.*")]) == 2
+    assert shown(tmp_path) == {"loss": [(1, 2.5)]}
+
+
 @pytest.mark.parametrize("out", ["missing", "memory://bucket/out"])
 def test_what_is_not_a_folder_is_one_line(tmp_path, out):
     pytest.importorskip("tensorboard")
