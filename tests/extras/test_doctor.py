@@ -216,7 +216,7 @@ def test_extras_are_those_of_setup_cfg_and_say_what_is_missing(monkeypatch, only
     packages = {
         extra: [line.split(">")[0] for line in lines.split()]
         for extra, lines in config["options.extras_require"].items()
-        if extra not in ("test", "dev")
+        if extra not in ("test", "dev", "bench")
     }
     assert doctor.EXTRAS == packages
     missing = {"tokenizers", "s3fs"}
