@@ -319,7 +319,9 @@ def train(flags: Flags, given: set[str]) -> int:
         prepare = partial(prepare_folder, flags, storage, start_step, rejected, resolved | machine)
         with usage_errors(f"--out {flags.out}: "):
             # The lock is held until this function returns.
-            _lock = ddp_setup.wait_together(lambda: prepare() if first else None, world)
+            _lock, seconds = ddp_setup.wait_together(
+                lambda: prepare() if first else (None, 0.0), world
+            )
             if sharded:
                 storage.check_shared_folder(flags.out)
 
@@ -327,7 +329,7 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         # time.perf_counter() - run_start is the time that the run has taken, also before a resume.
-        run_start = PROCESS_START - saved.get("seconds", 0.0)
+        run_start = PROCESS_START - seconds
         log = partial(append_metrics, storage, flags.out, run_start)
         # The Future of the last save, and the time at which that save should have ended. Before the
         # first save, and always on ranks that write nothing, bool() takes the place of the save.
@@ -393,7 +395,6 @@ def train(flags: Flags, given: set[str]) -> int:
                             replica,
                             optimizers,
                             step=step,
-                            seconds=time.perf_counter() - run_start,
                             scaler=scaler.state_dict(),
                             **constants,
                         )
@@ -622,8 +623,8 @@ def prepare_folder(
     step: int,
     rejected: list[str],
     config: State,
-) -> object:
-    """Write the first files into --out and return its lock.
+) -> tuple[object, float]:
+    """Write the first files into --out. Return its lock, and the seconds that the run has taken.
 
     Only rank 0 calls this. Delete an old run for --fresh, set damaged checkpoints aside, and remove
     the metrics after `step`, because these steps are done again. config: for config.json.
@@ -642,12 +643,12 @@ def prepare_folder(
         storage.set_aside(flags.out, name)
         warn(f"{line}; set aside, continuing from step {step}")
     lines = storage.read_text(flags.out, "metrics.jsonl").splitlines(keepends=True)
-    # A line that was cut off does not match.
-    matches = (re.fullmatch(r'{"step": (\d+),.*}\n', line) for line in lines)
-    kept = [match[0] for match in matches if match and int(match[1]) <= step]
-    storage.write_text(flags.out, "metrics.jsonl", "".join(kept))
+    # append_metrics writes "step" first and "seconds" last. A line that was cut off does not match.
+    pattern = re.compile(r'{"step": (\d+), .*"seconds": ([\d.]+)}\n')
+    kept = [match for match in map(pattern.fullmatch, lines) if match and int(match[1]) <= step]
+    storage.write_text(flags.out, "metrics.jsonl", "".join(match[0] for match in kept))
     storage.write_text(flags.out, "config.json", json.dumps(config, indent=1))
-    return lock
+    return lock, float(kept[-1][2]) if kept else 0.0
 
 
 def wait_for_save(save: Future[Any], deadline: float) -> bool:
