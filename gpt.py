@@ -37,7 +37,7 @@ class Config(NamedTuple):
     layers: int
     heads: int
     embd: int  # width of the residual stream; a multiple of heads (of 2 * heads with "modern")
-    dropout: float = 0.0  # probability, at least 0 and below 1; not checked here
+    dropout: float = 0.0  # probability, at least 0 and below 1
     arch: str = "modern"  # a key of ARCHS
 
 
@@ -263,6 +263,8 @@ def build(config: Config, seed: int | None, checkpoint_activations: bool = False
         raise ValueError(
             f"embd / heads is {config.embd // config.heads}; rotary positions need an even number"
         )
+    if not 0 <= config.dropout < 1:
+        raise ValueError(f"dropout is {config.dropout}; must be at least 0 and below 1")
     with torch.device("meta"):
         model = GPT(config, checkpoint_activations)
     if seed is not None:

@@ -669,8 +669,11 @@ def wait_for_save(save: Future[Any], deadline: float) -> bool:
 
 def say(text: str, error: bool = False) -> None:
     """Print a line, on stderr if `error` is true."""
-    with suppress(OSError):  # a full disk or a closed pipe must not end the training
+    try:
         click.echo(CLEAR_LINE + text, err=error)
+    except OSError as reason:  # a full disk or a closed pipe must not end the training
+        if not error:
+            warn_once(f"output not written: {reason}; training continues")
 
 
 def warn(text: str) -> None:
@@ -924,7 +927,7 @@ def main(command: Callable[..., int], *args: object) -> None:
         say("Error: " + " ".join(error.format_message().split()), error=True)
         code = error.exit_code
     except (ConnectionError, ChildProcessError, FloatingPointError) as error:
-        # A rank was lost or killed, or errors as in train()
+        # A rank was lost or killed, the training diverged, or the replicas differ.
         say(f"Error: {error}", error=True)
     except Exception as error:
         where, trace = f"Error on rank {os.environ.get('RANK', '0')}", traceback.format_exc()

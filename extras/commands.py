@@ -81,7 +81,7 @@ def add_commands(
     @cli.command("tensorboard")
     @click.argument("outs", nargs=-1, required=True, metavar="OUT...")
     def tensorboard(outs: tuple[str, ...]) -> None:
-        """Write the metrics in the folders OUT as TensorBoard events. Again shows newer metrics.
+        """Write the metrics in the folders OUT as TensorBoard events; run it again for newer ones.
 
         \b
           python run.py tensorboard out && tensorboard --logdir out

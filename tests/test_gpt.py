@@ -338,6 +338,8 @@ def test_each_parameter_is_in_exactly_one_group(arch):
         ({"embd": 0}, "embd is 0; must be at least 1"),
         ({"heads": 3}, "embd 16 is not divisible by heads 3"),
         ({"heads": 16}, "embd / heads is 1; rotary positions need an even number"),
+        ({"dropout": 1.0}, "dropout is 1.0; must be at least 0 and below 1"),
+        ({"dropout": -0.1}, "dropout is -0.1; must be at least 0 and below 1"),
         ({"arch": "gpt3"}, "arch 'gpt3' is not one of gpt2, modern"),
     ],
 )

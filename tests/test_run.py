@@ -611,7 +611,7 @@ def test_training_continues_without_output_if_the_output_pipe_is_closed(text, tm
         program.errors.seek(0)
         errors = program.errors.read().decode()
     assert code == 0, errors
-    assert errors == ""
+    assert errors.startswith("Warning: output not written: ") and errors.count("\n") == 1, errors
     assert state(tmp_path)["step"] == 60 and len(losses(tmp_path)) == 60
 
 
