@@ -590,6 +590,14 @@ def test_sampling_computes_one_position_per_token_until_the_context_is_full():
     assert widths == [5] + [1] * 7 + [6] + [1] * 6 + [6]
 
 
+def test_sampling_computes_the_logits_of_the_last_token_only():
+    """With V = 50,304, those of all positions of a long prompt would take gigabytes."""
+    model, widths = random_model("modern"), []
+    model.head.register_forward_hook(lambda module, args, out: widths.append(out.shape[1]))
+    sampled(model, random_tokens(7), 20)
+    assert widths == [1] * 20
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_sampling_has_no_dropout_and_does_not_disable_gradients(arch):
     model, prompt = random_model(arch, dropout=0.5).train(), random_tokens(3)
