@@ -771,7 +771,7 @@ def all_logits(step: Call) -> Call:
     in_parts = gpt.cross_entropy
 
     def call() -> None:
-        gpt.cross_entropy = lambda x, weight, y, _: in_parts(x, weight, y, 1 << 60)
+        gpt.cross_entropy = lambda head, x, y, _: in_parts(head, x, y, 1 << 60)
         try:
             step()
         finally:
