@@ -155,22 +155,6 @@ class Block(nn.Module):
         return x + F.dropout(y, self.dropout, self.training)
 
 
-class Head(nn.Linear):
-    """The output layer, a matrix (V, C) without bias."""
-
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Compute the logits (..., V) of x (..., C). With targets (N,) int64 for x (N, C), compute
-        the sum of their cross-entropy instead: a float32 scalar in nats.
-        """
-        # Autocast caches the bfloat16 copy of a leaf tensor. If the rows are processed in parts, it
-        # would then add up the gradients of the parts in bfloat16. It does not cache the copy of a
-        # view.
-        logits = F.linear(x, self.weight.view_as(self.weight))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.float(), targets, reduction="sum")
-
-
 class GPT(nn.Module):
     """A decoder-only transformer. Use `build` to make one: here, embeddings are not initialised."""
 
@@ -185,7 +169,8 @@ class GPT(nn.Module):
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = arch.norm(width)
-        self.head = Head(width, config.vocab, bias=False)
+        self.head = nn.Linear(width, config.vocab, bias=False)
+        self.head_loss = head_loss  # compile_ replaces it
         if arch.tied_head:
             self.head.weight = self.embedding.weight
 
@@ -229,25 +214,37 @@ class GPT(nn.Module):
         # At most this many logits are computed at a time. 2**28 float32 logits are 1 GiB: 5,000
         # tokens with V = 50,000, enough to keep a GPU busy.
         max_logits = 1 << (28 if x.is_cuda else 25)
-        return cross_entropy(self.head, x.flatten(0, 1), targets.flatten(), max_logits)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        return sum_of_parts(self.head_loss, x, self.head.weight, targets, max_logits)
 
 
-def cross_entropy(head: Head, x: Tensor, targets: Tensor, max_logits: int) -> Tensor:
-    """Compute the sum over N rows of the cross-entropy, in nats, of the logits of `head`.
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Compute the sum over N rows of the cross-entropy, in nats, of the logits x @ weight.T.
 
-    x: (N, C). targets: (N,) int64. Returns a float32 scalar.
+    x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
+    (F.linear_cross_entropy of torch 2.13 saves memory, but accumulates the sum in bfloat16.)
+    """
+    # Autocast caches the bfloat16 copy of a leaf tensor. If the rows are processed in parts, it
+    # would then add up the gradients of the parts in bfloat16. It does not cache that of a view.
+    logits = F.linear(x, weight.view_as(weight))
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def sum_of_parts(
+    loss_fn: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, max_logits: int
+) -> Tensor:
+    """Compute loss_fn(x, weight, targets), see head_loss, with less memory.
+
     max_logits: about how many float32 logits may exist at a time. If N * V is more, the rows are
         processed in parts, and the backward pass computes the logits of each part again.
-    (F.linear_cross_entropy of torch 2.13 saves memory too, but accumulates the sum in bfloat16.)
     """
-    rows = max(1, max_logits // len(head.weight))
+    rows = max(1, max_logits // len(weight))
     if len(x) <= rows:
-        loss: Tensor = head(x, targets)
-        return loss
+        return loss_fn(x, weight, targets)
     return torch.stack(
         [
-            checkpoint(head, *pair, use_reentrant=False, preserve_rng_state=False)
-            for pair in zip(x.split(rows), targets.split(rows))
+            checkpoint(loss_fn, x, weight, y, use_reentrant=False, preserve_rng_state=False)
+            for x, y in zip(x.split(rows), targets.split(rows))
         ]
     ).sum()
 
@@ -312,18 +309,19 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def compile_(model: GPT) -> None:
-    """Compile the blocks and the output layer in place with torch.compile. The names of the
-    parameters do not change.
+    """Compile each block and the loss in place with torch.compile. The names of the parameters do
+    not change.
 
     Each block is compiled alone. So in the backward pass, DistributedDataParallel can send the
     gradients of one block while those of the block before it are computed. As all blocks have the
     same code and shapes, the graph of the first block is used for all of them.
     """
-    for module in (*model.blocks, model.head):
+    for block in model.blocks:
         # With dynamic shapes, the second shape would replace the graph by a general one, which
         # rounds and draws dropout differently. The result of a step would then depend on earlier
         # shapes, and a resumed run would differ from one that was not interrupted.
-        module.compile(dynamic=False)
+        block.compile(dynamic=False)
+    model.head_loss = torch.compile(head_loss, dynamic=False)
 
 
 def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:

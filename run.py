@@ -42,7 +42,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 T = TypeVar("T")
-PROCESS_START = time.perf_counter()
 State = dict[str, Any]  # values by name, for example a checkpoint as ckpt.py loads it
 
 
@@ -82,8 +81,6 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
-# Environment variables in which a launcher puts the id of its job
-JOB_IDS = "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"
 # What helps, for errors whose traceback matches a pattern. Triton has an OutOfMemoryError that does
 # not mean the memory of the device; that of torch contains "out of memory".
 HINTS = {
@@ -180,7 +177,6 @@ class Flags:
     )
     timeout: float = option(600.0, "Seconds to wait for another rank, or for a save.", POSITIVE)
     out: str = option("out", "Folder or URL for checkpoints and metrics.", PATH)
-    fresh: bool = option(False, "Delete the checkpoints in --out, except after a job's restart.")
     eval_every: int = option(100, "Steps between evaluations.", COUNT)
     eval_tokens: int = option(131072, "Validation tokens in an evaluation; 0 means all.", FROM_ZERO)
     save_every: int = option(100, "Steps between checkpoints.", COUNT)
@@ -199,7 +195,7 @@ PINNED = set(
 )
 # A resumed run does not take these flags from the checkpoint.
 NOT_RESTORED = set(
-    "spawn strategy device compile timeout out fresh log_every keep accum checkpoint "
+    "spawn strategy device compile timeout out log_every keep accum checkpoint "
     "checkpoint_activations".split()
 )
 
@@ -247,7 +243,7 @@ def train(flags: Flags, given: set[str]) -> int:
             if first:
                 say(
                     f"The run in {flags.out} is finished: {start_step} steps. To continue, give a "
-                    "higher --epochs or --steps; to start over, --fresh."
+                    "higher --epochs or --steps; for a new run, name another --out."
                 )
             return DONE
 
@@ -256,8 +252,7 @@ def train(flags: Flags, given: set[str]) -> int:
         resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
-        # What config.json says besides the flags. restarted() compares the ids of the job.
-        machine: State = {name: os.environ.get(name) for name in JOB_IDS} | {"ranks": world.size}
+        machine: State = {"ranks": world.size}  # what config.json says besides the flags
         with suppress(FileNotFoundError):  # no extra: mfu is unknown, the memory is not checked
             machine |= extra("machine").check_and_describe(
                 world.device, dtype, world.size, flags.strategy, config
@@ -316,21 +311,19 @@ def train(flags: Flags, given: set[str]) -> int:
         saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
         constants = {"data": corpus.digest, "config": saved_config, "vocabulary": vocabulary}
-        prepare = partial(prepare_folder, flags, storage, start_step, rejected, resolved | machine)
+        prepare = partial(
+            prepare_folder, flags.out, storage, start_step, rejected, resolved | machine
+        )
         with usage_errors(f"--out {flags.out}: "):
             # The lock is held until this function returns.
-            _lock, seconds = ddp_setup.wait_together(
-                lambda: prepare() if first else (None, 0.0), world
-            )
+            _lock = ddp_setup.wait_together(lambda: prepare() if first else None, world)
             if sharded:
                 storage.check_shared_folder(flags.out)
 
         if first:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
-        # time.perf_counter() - run_start is the time that the run has taken, also before a resume.
-        run_start = PROCESS_START - seconds
-        log = partial(append_metrics, storage, flags.out, run_start)
+        log = partial(append_metrics, storage, flags.out)
         # The Future of the last save, and the time at which that save should have ended. Before the
         # first save, and always on ranks that write nothing, bool() takes the place of the save.
         pool = ThreadPoolExecutor(1)
@@ -446,7 +439,7 @@ def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
         return {}, []
     state = {**found.state, "name": f"{out}/{found.entry.name}"}
     if not {"config", "vocabulary"} <= state.keys():
-        raise ValueError(f"{state['name']}: not written by this program; --fresh deletes it")
+        raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
     # In checkpoints of version 0.1, config["vocab"] is None for text, the flag --tokenizer is named
     # "tokens", an evaluation uses all tokens, and Muon has other settings.
@@ -457,35 +450,15 @@ def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
     return state, rejected
 
 
-def restarted(out: str, storage: ModuleType) -> bool:
-    """Whether the run in `out` belongs to this job, which the launcher has restarted.
-
-    torchrun keeps the id of a run when it starts the ranks again. (The id "none" is a default that
-    names no run.) All runs within a SLURM job have the same id, so this id alone does not prove a
-    restart. SLURM sets SLURM_RESTART_COUNT for a job that it has put into the queue again.
-    """
-    config = json.loads(storage.read_text(out, "config.json") or "{}")
-    elastic, slurm = (
-        os.environ.get(name, "none") != "none" and config.get(name) == os.environ[name]
-        for name in JOB_IDS
-    )
-    return elastic or (slurm and "SLURM_RESTART_COUNT" in os.environ)
-
-
 def find_start(flags: Flags, storage: ModuleType) -> tuple[State, list[str]]:
     """Return the state that the run starts from, and a list with a line per damaged checkpoint.
 
     The state is {} for a new model.
     """
-    state: State = {}
-    rejected: list[str] = []
-    if not flags.fresh or restarted(flags.out, storage):
-        state, rejected = find_checkpoint(flags.out, storage)
-        if flags.fresh and state:
-            warn("--fresh is ignored, because the launcher has started this job again")
+    state, rejected = find_checkpoint(flags.out, storage)
     if not state and flags.init_from:
         start_state, read = extra("exchange").start_state, extra("reader").read
-        state = start_state(flags.init_from, flags.out, newest_checkpoint, read)
+        state = start_state(flags.init_from, newest_checkpoint, read)
     return state, rejected
 
 
@@ -502,7 +475,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
         if ours != theirs and not both_json:
             raise ValueError(
                 f"{flag} {ours} contradicts {saved['name']}, made with {flag} {theirs}; "
-                "leave it out, or use --fresh"
+                "leave it out, or name another --out"
             )
     # Other versions of this program can have other flags.
     names = (config.keys() & vars(flags).keys()) - given - NOT_RESTORED
@@ -538,8 +511,7 @@ def load_data(
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
         if digest != saved.get("data", digest):  # A model from --init-from has no "data".
-            where = f"the data of the run in {flags.out}"
-            raise ValueError(f"is not {where}; name another --out, or start over with --fresh")
+            raise ValueError(f"is not the data of the run in {flags.out}; name another --out")
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
         block_size = flags.block_size
         plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
@@ -618,37 +590,28 @@ def should_compile(flag: bool | None, device: torch.device, flops: float) -> boo
 
 
 def prepare_folder(
-    flags: Flags,
-    storage: ModuleType,
-    step: int,
-    rejected: list[str],
-    config: State,
-) -> tuple[object, float]:
-    """Write the first files into --out. Return its lock, and the seconds that the run has taken.
+    out: str, storage: ModuleType, step: int, rejected: list[str], config: State
+) -> object:
+    """Write the first files into the folder `out` and return its lock. Only rank 0 calls this.
 
-    Only rank 0 calls this. Delete an old run for --fresh, set damaged checkpoints aside, and remove
-    the metrics after `step`, because these steps are done again. config: for config.json.
+    Set damaged checkpoints aside, and remove the metrics after `step`, because these steps are done
+    again. config: for config.json.
     """
-    storage.make_folder(flags.out)
-    lock = storage.lock(flags.out)
+    storage.make_folder(out)
+    lock: object = storage.lock(out)
     damaged = [line.split(":")[0] for line in rejected]  # each line is "NAME: REASON"
-    for entry in storage.list_checkpoints(flags.out):
-        if flags.fresh and not step:  # a restarted job can continue, in spite of --fresh
-            storage.remove(flags.out, entry.name)
-        elif entry.step > step and entry.name not in damaged:
-            raise ValueError(
-                "another run has just written to it; start again to continue from there"
-            )
+    if any(e.step > step and e.name not in damaged for e in storage.list_checkpoints(out)):
+        raise ValueError("another run has just written to it; start again to continue from there")
     for name, line in zip(damaged, rejected):
-        storage.set_aside(flags.out, name)
+        storage.set_aside(out, name)
         warn(f"{line}; set aside, continuing from step {step}")
-    lines = storage.read_text(flags.out, "metrics.jsonl").splitlines(keepends=True)
-    # append_metrics writes "step" first and "seconds" last. A line that was cut off does not match.
-    pattern = re.compile(r'{"step": (\d+), .*"seconds": ([\d.]+)}\n')
-    kept = [match for match in map(pattern.fullmatch, lines) if match and int(match[1]) <= step]
-    storage.write_text(flags.out, "metrics.jsonl", "".join(match[0] for match in kept))
-    storage.write_text(flags.out, "config.json", json.dumps(config, indent=1))
-    return lock, float(kept[-1][2]) if kept else 0.0
+    lines = storage.read_text(out, "metrics.jsonl").splitlines(keepends=True)
+    # The lines that append_metrics wrote; a line that was cut off does not match.
+    matches = map(re.compile(r'{"step": (\d+), .*}\n').fullmatch, lines)
+    kept = (match[0] for match in matches if match and int(match[1]) <= step)
+    storage.write_text(out, "metrics.jsonl", "".join(kept))
+    storage.write_text(out, "config.json", json.dumps(config, indent=1))
+    return lock
 
 
 def wait_for_save(save: Future[Any], deadline: float) -> bool:
@@ -684,12 +647,12 @@ def warn(text: str) -> None:
 warn_once = functools.cache(warn)
 
 
-def append_metrics(storage: ModuleType, out: str, run_start: float, record: State) -> None:
-    """Add a record of numbers to metrics.jsonl, with null for NaN and infinity.
+def append_metrics(storage: ModuleType, out: str, record: State) -> None:
+    """Add a record of numbers to metrics.jsonl, with the time, and with null for NaN and infinity.
 
-    run_start: time.perf_counter() minus this is the number of seconds that the run has taken.
+    The time is the number of seconds since 1970.
     """
-    record["seconds"] = round(time.perf_counter() - run_start, 3)
+    record["time"] = round(time.time(), 3)
     finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
     try:
         storage.append_text(out, "metrics.jsonl", json.dumps(finite) + "\n")

@@ -21,10 +21,10 @@ SUFFIX = ".ddpkit"  # the names of event files that this file writes end with it
 def write_events(metrics: str, folder: str) -> None:
     """Write an event file with each finite number of `metrics` under its name, at its step.
 
-    metrics: lines of JSON objects with numbers or null, each with a "step". Other lines, such as
-    one that is being written, are left out. folder: an existing local folder. Event files that this
-    function has written there are deleted, so it can be called again during a training. ValueError
-    if there are no metrics or no such folder.
+    metrics: lines of JSON objects with numbers or null, each with a "step" and perhaps a "time", in
+    seconds since 1970. Other lines, such as one that is being written, are left out. folder: an
+    existing local folder. Event files that this function has written there are deleted, so it can
+    be called again during a training. ValueError if there are no metrics or no such folder.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: is not a local folder")
@@ -39,5 +39,5 @@ def write_events(metrics: str, folder: str) -> None:
     with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
         for record in records:
             for name, value in record.items():
-                if name != "step" and value is not None and math.isfinite(value):
-                    writer.add_scalar(name, value, record["step"])
+                if name not in ("step", "time") and value is not None and math.isfinite(value):
+                    writer.add_scalar(name, value, record["step"], record.get("time"))

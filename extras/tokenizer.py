@@ -101,7 +101,7 @@ def read_corpus(
         if tokenizer_json and json.loads(text) != json.loads(tokenizer_json):
             raise ValueError(
                 f"--tokenizer {path}: is not the tokenizer of the checkpoint; leave it out, or "
-                "start over with --fresh"
+                "name another --out"
             )
         tokenizer_json = tokenizer_json or text
     try:

@@ -768,14 +768,14 @@ def repeat_call(call: Call, times: int) -> None:
 
 def all_logits(step: Call) -> Call:
     """Return the same step, but with all logits in memory at once: none is computed twice."""
-    in_parts = gpt.cross_entropy
+    in_parts = gpt.sum_of_parts
 
     def call() -> None:
-        gpt.cross_entropy = lambda head, x, y, _: in_parts(head, x, y, 1 << 60)
+        gpt.sum_of_parts = lambda *args: in_parts(*args[:4], 1 << 60)
         try:
             step()
         finally:
-            gpt.cross_entropy = in_parts
+            gpt.sum_of_parts = in_parts
 
     return call
 
@@ -984,7 +984,7 @@ def gpu_quality(gpu: Gpu) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as out:
             command = [sys.executable, "run.py", "--out", out]
             command += [f"--{flag}={value}" for flag, value in settings.items()]
-            start = time.perf_counter()
+            start = time.time()
             try:
                 subprocess.run(
                     command, cwd=ROOT, check=True, capture_output=True, timeout=gpu.seconds_left()
@@ -992,9 +992,9 @@ def gpu_quality(gpu: Gpu) -> Iterator[Row]:
             except subprocess.TimeoutExpired:
                 note(f"no time for a run of {steps} steps")
                 return
-            total = time.perf_counter() - start
+            total = time.time() - start
             records = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
-            losses = [(r["val_loss"], r["seconds"]) for r in records if "val_loss" in r]
+            losses = [(r["val_loss"], r["time"] - start) for r in records if "val_loss" in r]
         reached = next((seconds for loss, seconds in losses if loss <= TARGET), math.nan)
         what = f"{sizes['layers']}x{sizes['embd']}, {steps} steps"
         yield row(f"{what}: best validation loss", min(losses)[0], "nats", "target", TARGET)

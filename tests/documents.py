@@ -6,6 +6,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+# run.py binds torch lazily, unless it is loaded. `import torch.distributed` would then load it twice.
+import torch  # noqa: F401
+
 import run
 
 # flags of other programs that the documents mention

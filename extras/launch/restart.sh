@@ -10,22 +10,11 @@
 # and after Ctrl-C, when run.py has saved. After anything else (1: failed, 3: stopped by a signal, or
 # killed) it waits 10 seconds and starts run.py again, which resumes from the newest checkpoint.
 # To stop the training with SIGTERM, send it to run.py. This script does not pass it on.
-#
-# --fresh is passed to the first start only: it discards the checkpoints in --out. Do not set it in
-# a --config file, where this script cannot see it.
 trap 'exit 130' INT
 
-flags=()
-for word in "$@"; do
-  [ "$word" = --fresh ] || flags+=("$word")
-done
-
-python run.py "$@"
-code=$?
-unset DDPKIT_FRESH
-while [ $code != 0 ] && [ $code != 2 ]; do
-  sleep 10
-  python run.py "${flags[@]}"
+while true; do
+  python run.py "$@"
   code=$?
+  [ $code = 0 ] || [ $code = 2 ] && exit $code
+  sleep 10
 done
-exit $code

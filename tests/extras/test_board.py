@@ -8,17 +8,22 @@ import pytest
 from conftest import TINY, metrics, run
 
 
-def shown(out: Path) -> dict[str, list[tuple[int, float]]]:
+def shown(out: Path, attribute: str = "value") -> dict[str, list[tuple[int, float]]]:
     """Return what TensorBoard shows: tag -> [(step, value), ...]."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = events.EventAccumulator(str(out), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    tags = found.Tags()["scalars"]
+    return {tag: [(e.step, getattr(e, attribute)) for e in found.Scalars(tag)] for tag in tags}
 
 
-def logged(out: Path) -> dict[str, list[tuple[int, float]]]:
-    keys = {key for line in metrics(out) for key in line if key != "step"}
+def logged(out: Path, attribute: str = "value") -> dict[str, list[tuple[int, float]]]:
+    keys = {key for line in metrics(out) for key in line} - {"step", "time"}
     return {
-        key: [(line["step"], pytest.approx(line[key])) for line in metrics(out) if key in line]
+        key: [
+            (line["step"], pytest.approx(line[key if attribute == "value" else "time"]))
+            for line in metrics(out)
+            if key in line
+        ]
         for key in keys
     }
 
@@ -36,6 +41,7 @@ def test_tensorboard_shows_the_metrics_of_each_run_once(text, tmp_path):
         assert len([*out.glob("events.*")]) == 1
         assert [step for step, _ in shown(out)["loss"]] == [3, 6, 9]
         assert shown(out) == logged(out)
+        assert shown(out, "wall_time") == logged(out, "time")
 
 
 def test_only_finite_numbers_are_written(tmp_path):

@@ -416,8 +416,8 @@ def test_a_flag_that_contradicts_an_imported_model_is_an_error_of_one_line(
 
 def test_the_imported_run_is_not_overwritten(done, text, tmp_path):
     out = shutil.copytree(done("gpt2")[1], tmp_path / "out")
-    beginning = ["--init-from", out, "--data", text, "--fresh", "--out", f"{tmp_path}/./out"]
-    mistaken(run(*beginning), "--init-from", "is the folder of --out")
+    beginning = ["--init-from", out, "--data", text, "--out", f"{tmp_path}/./out"]
+    mistaken(run(*beginning), "--init-from", "contradicts", "another --out")
     assert checkpoints(out)
 
 

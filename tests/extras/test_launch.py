@@ -111,12 +111,6 @@ def test_restart_ends_at_a_mistake_in_the_flags(tmp_path):
     assert restarted(tmp_path, [2, 0], "--nonsense") == (2, ["run.py --nonsense"])
 
 
-def test_restart_discards_the_old_run_at_the_first_start_only(tmp_path):
-    code, starts = restarted(tmp_path, [1, 1, 0], "--fresh", "--out", "run")
-    assert code == 0
-    assert starts == ["run.py --fresh --out run", "run.py --out run", "run.py --out run"]
-
-
 # --- Kubernetes ---
 
 

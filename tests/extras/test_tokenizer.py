@@ -247,7 +247,7 @@ def test_a_run_with_a_tokenizer_continues_without_the_file(made, cache, tmp_path
         run(*flags, "--out", out, "--steps", 9),
         f"--tokenizer {path}",
         "not the tokenizer of",
-        "--fresh",
+        "another --out",
     )
     mistaken(
         run(*flags, "--out", out, "--steps", 9, "--tokenizer", "char"),

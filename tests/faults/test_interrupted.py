@@ -201,28 +201,9 @@ def test_a_save_that_never_returns_does_not_hold_the_run(text, tmp_path, ranks):
 # ------------------------------------------------------- a launcher that starts the ranks again
 
 
-def test_fresh_deletes_only_at_the_first_start_of_a_job(text, tmp_path):
-    job = ["--data", text, "--steps", 40, "--save-every", 10, "--log-every", 1]
-    job += ["--out", tmp_path, "--fresh"]
-    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
-        slurm = name == "SLURM_JOB_ID"
-        with Program(*TINY, *job, env={name: "7"}) as program:
-            program.read_to("step 31/")  # The save of step 30 begins when that of 20 has ended.
-            program.process.kill()
-        saved = [path.name[:13] for path in checkpoints(tmp_path)]
-        assert saved[:2] == ["step-00000010", "step-00000020"]
-        restarted = {name: "7", **({"SLURM_RESTART_COUNT": "1"} if slurm else {})}
-        ran = run(*TINY, *job, env=restarted)
-        assert ran.code == 0 and f"steps {int(saved[-1][5:]) + 1} to 40 in" in ran.out, ran
-        assert ran.err.count("--fresh is ignored") == 1 and ran.err.count("\n") == 1, ran
-    for env in ({}, {"TORCHELASTIC_RUN_ID": "8"}, {"SLURM_JOB_ID": "7"}):  # another job
-        ran = run(*TINY, *job, env=env)
-        assert ran.code == 0 and "steps 1 to 40 in" in ran.out and ran.err == "", ran
-
-
-def test_torchrun_restarts_a_fresh_run_from_its_newest_checkpoint(text, tmp_path):
+def test_torchrun_restarts_a_run_from_its_newest_checkpoint(text, tmp_path):
     launcher = torchrun(2, "--max-restarts", "1")
-    job = ["--data", text, "--steps", 40, "--save-every", 10, "--log-every", 1, "--fresh"]
+    job = ["--data", text, "--steps", 40, "--save-every", 10, "--log-every", 1]
     with Program(*TINY, *job, "--out", tmp_path, launcher=launcher) as program:
         program.read_to("step 25/")
         worker(program, signal.SIGKILL)

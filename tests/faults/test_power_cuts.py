@@ -663,25 +663,6 @@ def record_remove(folder: Path, sharded_saves: Scenario) -> Scenario:
     return Scenario(record(folder, job), check, continuing, folder / "disk")
 
 
-def record_fresh(folder: Path, sharded_saves: Scenario) -> Scenario:
-    """Start a new run with --fresh: delete all checkpoints, replace the texts, save."""
-    shutil.copytree(sharded_saves.disk, folder / "disk")
-    out = f"{folder}/disk/new/out"
-    save(ckpt, out, 4, keep=9)
-
-    def job() -> None:
-        for entry in ckpt.list_checkpoints(out):
-            BOTH.remove(out, entry.name)
-        for name, text in TEXTS.items():
-            ckpt.write_text(out, name, text)
-        mark("saved 0")  # from here on, no checkpoint of the old run may come back
-        save(ckpt, out, 1)
-
-    check = functools.partial(check_and_continue, BOTH, ())
-    continuing = in_one_process(functools.partial(continue_each, BOTH))
-    return Scenario(record(folder, job), check, continuing, folder / "disk")
-
-
 def damage(path: Path, state: dict[str, Any]) -> None:
     """Change one bit of a weight or a moment in a file. Only a digest shows this."""
     raw = bytearray(path.read_bytes())
@@ -803,7 +784,6 @@ RECORDERS: dict[str, Callable[..., Scenario]] = {
     "saves": record_whole_saves,
     "sharded saves": record_sharded_saves,
     "remove": record_remove,
-    "fresh": record_fresh,
     "set aside": record_set_aside,
     "texts": record_texts,
     "download": record_download,
@@ -824,7 +804,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Scenar
 
     @functools.cache
     def get(name: str) -> Scenario:
-        needed = [get("sharded saves")] if name in ("remove", "fresh", "set aside") else []
+        needed = [get("sharded saves")] if name in ("remove", "set aside") else []
         return RECORDERS[name](tmp_path_factory.mktemp("power") / "cut", *needed)
 
     return get
@@ -883,7 +863,6 @@ UNSAFE = [
     ("sharded saves", "new/out/.saving-?/.metadata", "missing"),
     ("sharded saves", "new/out/.saving-?/.saving-*", "missing"),  # becomes manifest.json
     ("remove", "new/out", "missing"),
-    ("fresh", "new/out", "missing"),
     ("set aside", "new/out", "missing"),
     ("set aside", "new/out/.saving-*", "missing"),
     ("texts", "", "missing"),

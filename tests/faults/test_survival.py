@@ -265,8 +265,7 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_ends(
         with Program(*flags, "--out", out) as first:
             wait_for_random_moment(first, chance)
             wait_for(lambda: lock.exists() and lock.read_text(), "the lock")
-            fresh = chance.choice([[], ["--fresh"]])
-            second = run(*flags, "--out", chance.choice([out, link]), *fresh)
+            second = run(*flags, "--out", chance.choice([out, link]))
             assert second.code == 2 and second.err.count("\n") == 1 and second.out == "", second
             holder = f"{re.escape(socket.gethostname())}, pid {first.process.pid}, since 20"
             assert re.search(f"in use by another run: {holder}", second.err), second
