@@ -542,7 +542,7 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
 
 
 @contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
+def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     """Catch SIGTERM, SIGINT (Ctrl-C) and SIGUSR1; yield a function that tells if one arrived.
 
     The signals no longer interrupt the program. Call the yielded function once per step, together
@@ -550,6 +550,9 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
     handles signals only when the call returns. The signals would end the workers of a DataLoader:
     block the signals while the workers start, as extras/tutorial/stream.py does.
+
+    notice: a line for the user, which is printed on stderr when the first signal arrives, if stderr
+        is a terminal. Pass it on one rank only. The step that then ends can take a while.
 
     A signal that was blocked (signal.pthread_sigmask) before the `with` block is delivered when the
     block begins. When the block ends, the previous handlers are restored, but the signals stay
@@ -559,6 +562,8 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     received = list[int]()
 
     def handle(number: int, _: object) -> None:
+        if notice and not received and os.isatty(2):
+            os.write(2, f"\n{notice}\n".encode())  # print() cannot interrupt another print()
         received.append(number)
         if received.count(signal.SIGINT) > 1:
             os._exit(130)

@@ -92,6 +92,7 @@ HINTS = {
         "--no-compile trains without torch.compile"
     ),
 }
+STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 CLEAR_LINE = "\033[G\033[K"  # clears "evaluation: batch N"; click removes it outside a terminal
 
 
@@ -211,7 +212,9 @@ def train(flags: Flags, given: set[str]) -> int:
     """
     with (
         usage_errors(),  # for errors that process_group itself raises
-        ddp_setup.stop_signals() as stop_requested,
+        ddp_setup.stop_signals(
+            STOPPING * (ddp_setup.read_launch_env().rank == 0)
+        ) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
         usage_errors(),  # for errors of this block: process_group must see UsageErrors, with code 2
     ):

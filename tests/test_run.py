@@ -611,18 +611,19 @@ def test_training_continues_without_output_if_the_output_pipe_is_closed(text, tm
     assert state(tmp_path)["step"] == 60 and len(losses(tmp_path)) == 60
 
 
-def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replaced(text, tmp_path):
-    """After the first step, the --out folder is renamed, so the metrics cannot be written."""
-    pyte = pytest.importorskip("pyte")
+ROWS, COLUMNS = 120, 200
+
+
+def run_on_terminal(
+    flags: list[object], react: Callable[[warm.Process], object]
+) -> tuple[int, bytes]:
+    """Run the program in a terminal; return its exit code and what it wrote. `react` is called with
+    the process when the first step is printed.
+    """
     ours, theirs = pty.openpty()
-    columns, out = 200, tmp_path / "out"
-    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 120, columns, 0, 0))
-    screen, heard = pyte.Screen(columns, 120), b""
-    stream = pyte.ByteStream(screen)
-    flags = [*TINY, "--data", text, "--steps", 100, "--eval-every", 50, "--log-every", 1]
-    args = [str(arg) for arg in [*flags, "--out", out]]
-    environment = {**ENVIRONMENT, "TERM": "xterm"}
-    process = warm.Process(warm_server(), ROOT, args, environment, theirs, theirs)
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    heard, environment = b"", {**ENVIRONMENT, "TERM": "xterm"}
+    process = warm.Process(warm_server(), ROOT, [*map(str, flags)], environment, theirs, theirs)
     watchdog = threading.Timer(90, process.kill)
     watchdog.start()
     os.close(theirs)
@@ -631,13 +632,24 @@ def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replace
             piece = os.read(ours, 1 << 16)
         except OSError:  # the program has ended
             break
-        heard += piece
-        if b"step 1/" in heard and not (tmp_path / "renamed").exists():
-            out.rename(tmp_path / "renamed")
-        stream.feed(piece)
+        reacted, heard = b"step 1/" in heard, heard + piece
+        if b"step 1/" in heard and not reacted:
+            react(process)
     os.close(ours)
     watchdog.cancel()
-    assert process.wait() == 0, heard
+    return process.wait(), heard
+
+
+def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replaced(text, tmp_path):
+    """After the first step, the --out folder is renamed, so the metrics cannot be written."""
+    pyte, out = pytest.importorskip("pyte"), tmp_path / "out"
+    flags = [*TINY, "--data", text, "--steps", 100, "--eval-every", 50, "--log-every", 1]
+    code, heard = run_on_terminal(
+        [*flags, "--out", out], lambda _: out.rename(tmp_path / "renamed")
+    )
+    assert code == 0, heard
+    screen = pyte.Screen(COLUMNS, ROWS)
+    pyte.ByteStream(screen).feed(heard)
     rows = [row.rstrip() for row in screen.display if row.strip()]
     (warning,) = (row for row in rows if row.startswith("Warning: metrics not written: "))
     rows.remove(warning)
@@ -652,6 +664,17 @@ def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replace
         f"run.py sample --out {out}"
     )
     assert b"evaluation: batch 1" in heard and len(others) == 3
+
+
+def test_on_a_terminal_ctrl_c_is_answered_once_before_the_step_ends(text, tmp_path):
+    def press_ctrl_c(process: warm.Process) -> None:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the parent and all ranks
+
+    flags = [*TINY, "--data", text, "--epochs", 1000, "--log-every", 1, "--spawn", 2]
+    code, heard = run_on_terminal([*flags, "--out", tmp_path], press_ctrl_c)
+    assert code == 3 and heard.count(b"Stopping after this step.") == 1, heard
+    before, after = heard.split(b"Stopping after this step.")
+    assert b"Stopped as asked after step" in after and b"Stopped" not in before, heard
 
 
 def test_help_lists_every_flag_and_does_not_import_torch():
