@@ -551,8 +551,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     handles signals only when the call returns. The signals would end the workers of a DataLoader:
     block the signals while the workers start, as extras/tutorial/stream.py does.
 
-    notice: a line for the user, which is printed on stderr when the first signal arrives, if stderr
-        is a terminal. Pass it on one rank only. The step that then ends can take a while.
+    notice: a line for the user, because the end of a step can take a while. Rank 0 prints it on
+        stderr when it receives the first signal, if stderr is a terminal.
 
     A signal that was blocked (signal.pthread_sigmask) before the `with` block is delivered when the
     block begins. When the block ends, the previous handlers are restored, but the signals stay
@@ -562,7 +562,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     received = list[int]()
 
     def handle(number: int, _: object) -> None:
-        if notice and not received and os.isatty(2):
+        first = not received and os.environ.get("RANK", "0") == "0"
+        if notice and first and os.isatty(2):
             os.write(2, f"\n{notice}\n".encode())  # print() cannot interrupt another print()
         received.append(number)
         if received.count(signal.SIGINT) > 1:

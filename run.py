@@ -212,9 +212,7 @@ def train(flags: Flags, given: set[str]) -> int:
     """
     with (
         usage_errors(),  # for errors that process_group itself raises
-        ddp_setup.stop_signals(
-            STOPPING * (ddp_setup.read_launch_env().rank == 0)
-        ) as stop_requested,
+        ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
         usage_errors(),  # for errors of this block: process_group must see UsageErrors, with code 2
     ):
