@@ -14,7 +14,7 @@ branches output zero.
 This file contains plain PyTorch. No function here communicates with other ranks.
 
 Letters in shapes: B sequences in a batch, T tokens in a sequence, C = embd, H heads, D = C / H,
-V tokens in the vocabulary.
+V tokens in the vocabulary, S positions that keys and values have.
 """
 
 import math
@@ -53,8 +53,8 @@ class Arch(NamedTuple):
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Divide x (..., C) by its root mean square over C. The result has the dtype of x, also under
-    autocast.
+    """Divide x by its root mean square over the last dimension. The result has the dtype of x, also
+    under autocast.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
@@ -112,7 +112,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """
     (B, H, T, D), S = q.shape, k.shape[2]
     # For short sequences in bfloat16 on a CPU, the backward pass of the fused kernel takes up to
-    # ten times as long as the matrix products at the end of this function (torch 2.13).
+    # ten times as long as that of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
@@ -156,14 +156,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer. Use `build` to make one: here, embeddings are not initialised."""
+    """A decoder-only transformer. Use `build`: the constructor does not initialise embeddings."""
 
     def __init__(self, config: Config, checkpoint_activations: bool = False) -> None:
         super().__init__()
         arch, width = ARCHS[config.arch], config.embd
         self.config, self.checkpoint_activations = config, checkpoint_activations
-        # nn.Embedding(V, C) would draw weights. For that, torch imports modules for a second if the
-        # device is "meta".
+        # nn.Embedding(V, C) would draw weights. On the device "meta", torch first imports modules
+        # for that, which takes one second.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
@@ -182,14 +182,14 @@ class GPT(nn.Module):
         start: int = 0,
     ) -> Tensor:
         """Compute the logits (B, T, V), or, if targets are given, the sum of the token losses. With
-        caches, compute only the logits of the last token, (B, 1, V).
+        caches and no targets, compute only the logits of the last token, (B, 1, V).
 
         tokens, targets: (B, T) int64. The sum is a float32 scalar in nats. A token attends to
             itself and to the tokens before it.
-        caches: for sampling, (layers, 2, B, H, S, D): the keys and values of S - T earlier tokens,
-            and room for those of these tokens, which are written there. The tokens attend to all
-            positions up to their own. Pass caches only in evaluation mode: they are ignored if
-            activations are checkpointed in training.
+        caches: for sampling, (layers, 2, B, H, S, D): the keys and values of S positions. The first
+            S - T positions hold those of earlier tokens. Those of `tokens` are written to the last
+            T. Each token attends to all positions up to its own. Pass caches only in evaluation
+            mode: they are ignored if activations are checkpointed in training.
         start: position of the first token; S - T with caches. With learned positions, start + T
             must be at most block_size. With rotary positions, sequences may be longer.
         """
@@ -211,8 +211,8 @@ class GPT(nn.Module):
         if targets is None:
             logits: Tensor = self.head(x if caches is None else x[:, -1:])
             return logits
-        # At most this many logits are computed at a time. 2**28 float32 logits are 1 GiB: 5,000
-        # tokens with V = 50,000, enough to keep a GPU busy.
+        # About this many logits are computed at a time. 2**28 float32 logits are 1 GiB: 5,000
+        # tokens with V = 50,000, enough to keep a GPU busy. On a CPU, 128 MiB are enough.
         max_logits = 1 << (28 if x.is_cuda else 25)
         x, targets = x.flatten(0, 1), targets.flatten()
         return sum_of_parts(self.head_loss, x, self.head.weight, targets, max_logits)
@@ -224,8 +224,8 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
     (F.linear_cross_entropy of torch 2.13 saves memory, but accumulates the sum in bfloat16.)
     """
-    # Autocast caches the bfloat16 copy of a leaf tensor. If the rows are processed in parts, it
-    # would then add up the gradients of the parts in bfloat16. It does not cache that of a view.
+    # Autocast caches the bfloat16 copy of a leaf tensor, but not that of a view. If all parts (see
+    # sum_of_parts) used one copy, their gradients would be added up in bfloat16.
     logits = F.linear(x, weight.view_as(weight))
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
@@ -254,8 +254,8 @@ def build(config: Config, seed: int | None, checkpoint_activations: bool = False
 
     The state of torch's global random generators does not change, on any device. ValueError if
     `config` is not valid.
-    seed: None leaves the parameters on the device "meta", without memory and values. They can be
-        completed later with initial_weight, for example one block at a time.
+    seed: None leaves the parameters on the device "meta", without memory and values. Their
+        values can be computed later with initial_weight, for example one block at a time.
     checkpoint_activations: keep only the input of each block in the forward pass and compute the
         rest again in the backward pass. This saves memory and gives the same gradients.
     """
@@ -292,7 +292,7 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
         std = 0.02
         if name.endswith(("out.weight", "down.weight")):
             std *= 0 if ARCHS[config.arch].zero_branches else (2 * config.layers) ** -0.5
-        # A generator of the CPU uses only 32 bits of its seed.
+        # crc32, because a generator of the CPU uses only 32 bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight.normal_(0, std, generator=generator)
     return weight
@@ -309,7 +309,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def compile_(model: GPT) -> None:
-    """Compile each block and the loss in place with torch.compile. The names of the parameters do
+    """Compile each block and head_loss in place with torch.compile. The names of the parameters do
     not change.
 
     Each block is compiled alone. So in the backward pass, DistributedDataParallel can send the
@@ -317,9 +317,9 @@ def compile_(model: GPT) -> None:
     same code and shapes, the graph of the first block is used for all of them.
     """
     for block in model.blocks:
-        # With dynamic shapes, the second shape would replace the graph by a general one, which
-        # rounds and draws dropout differently. The result of a step would then depend on earlier
-        # shapes, and a resumed run would differ from one that was not interrupted.
+        # With dynamic shapes, torch would compile a general graph when it sees a second shape. This
+        # graph rounds and draws dropout differently. So the result of a step would depend on the
+        # shapes before it, and a resumed run would differ from one that was not interrupted.
         block.compile(dynamic=False)
     model.head_loss = torch.compile(head_loss, dynamic=False)
 
@@ -345,8 +345,8 @@ def flops_per_token(config: Config) -> int:
     """Count the floating-point operations of forward and backward pass for one token of a full
     sequence.
 
-    The formula counts 6 operations per matrix weight, and 12 * T * C for the attention of each
-    layer (Chowdhery et al., "PaLM", 2022, appendix B). Recomputed activations do not count.
+    The formula counts 6 operations per matrix weight, and 12 * block_size * embd for the attention
+    of each layer (Chowdhery et al., "PaLM", 2022, appendix B). Recomputed activations do not count.
     """
     matrices = 12 * config.layers * config.embd**2 + config.vocab * config.embd
     return 6 * matrices + 12 * config.layers * config.block_size * config.embd
@@ -370,8 +370,8 @@ def sample(
     prompt.
 
     Each token costs the computation of one position, because keys and values are cached. When the
-    context has more than block_size tokens, the last half of block_size, rounded up, is processed
-    again from position 0, and the tokens before it are forgotten. From the first next() on, also
+    context has more than block_size tokens, only its last ceil(block_size / 2) tokens are kept, and
+    these are processed again from position 0. From the first next() on, also
     between two tokens, the model is in evaluation mode. Its old mode is restored when the iterator
     that this function returned is closed or deleted.
     """
@@ -417,6 +417,6 @@ def sample_token(
     if top_k:
         smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
-    # The largest logit becomes 0, so that a very small temperature cannot make it overflow.
+    # The largest logit becomes 0, so that a very small temperature cannot cause an overflow.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).flatten()
