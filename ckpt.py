@@ -8,16 +8,16 @@
     restore_(found.state if found else {}, model, optimizers)   # on every rank
     step = [found.entry.step if found else 0]
     if torch.distributed.is_initialized():    # restore_ does not tell the other ranks the step
-        torch.distributed.broadcast_object_list(step)
+        torch.distributed.broadcast_object_list(step)    # now step[0] is the same on all ranks
 
 If newest() raises on rank 0, the other ranks wait in restore_ until rank 0 ends or the timeout of
-the process group is over. To avoid that, call newest() through wait_together() of ddp_setup.py,
-which raises the error of one rank on all ranks.
+the process group is over. To avoid that, use wait_together() of ddp_setup.py on all ranks:
+it raises the error of one rank on all of them.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
 `torch.load(path, weights_only=True)` reads the file without this module. The file holds a dict:
-"model" is a state dict on the CPU with the names of the model without DDP or torch.compile,
+"model" is a state dict on the CPU, whose names have no prefixes of DDP or torch.compile,
 "optimizers" has one dict per optimizer, and the other entries are those that the caller gave to
 snapshot().
 
@@ -105,8 +105,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
         ],
     }
     # Tensors that torch gathered or moved to the CPU are copies already. Only tensors that share
-    # memory with the training (their address is in `live`) must be copied. deepcopy does not copy
-    # an object that `memo` lists as its own copy.
+    # memory with the training (their address is in `live`) must be copied. deepcopy returns
+    # memo[id(t)] in place of a copy of t; here that is t itself.
     live = {t.data_ptr() for t in _tensors([model.state_dict(), [o.state for o in optimizers]])}
     copies = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
     return {**copy.deepcopy(state, memo=copies), **more}
@@ -135,17 +135,17 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     other ranks pass is ignored. If rank 0 passes {}, nothing changes on any rank. If the state has
     "optimizers", the optimizers get their saved moments. If not, their moments are deleted, so that
     the optimizers are as they were before their first step. In both cases they keep the settings
-    that they have now (learning rate, weight decay, ...). Gradients are deleted. `state` is not
-    changed and shares no memory with the model and the optimizers.
+    that they have now (learning rate, weight decay, ...), and the gradients of their parameters are
+    deleted. `state` is not changed and shares no memory with the model and the optimizers.
 
     ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
     and moments may be deleted.
     """
     in_group = dist.is_initialized()
     if in_group:
-        # At first the other ranks get only names, shapes and dtypes, so that all ranks find the
-        # same errors. dcp sends the content later. Here deepcopy replaces each tensor by one on the
-        # device "meta", which has no content: memo[id(t)] stands for the copy of t.
+        # At first the other ranks get all but the content of the tensors, so that all ranks find
+        # the same errors. dcp sends the content later. deepcopy takes memo[id(t)] as the copy of t:
+        # here a tensor on the device "meta", which has no content.
         outline = [copy.deepcopy(state, memo={id(t): t.to("meta") for t in _tensors(state)})]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
@@ -167,13 +167,13 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     dcp.set_model_state_dict(model, dict(state["model"]), options=options)  # torch changes the dict
     for optimizer, old, groups in zip(optimizers, saved, settings):
         if old:
-            # torch needs the groups, and it replaces the optimizer's own groups by copies in which
-            # tuples, such as betas, have become lists. So put the own groups back afterwards.
+            # torch requires "param_groups". It replaces those of the optimizer by copies in which
+            # tuples, such as betas, have become lists. So put the original ones back afterwards.
             new = {"state": copy.deepcopy(old["state"]), "param_groups": groups}
             own = optimizer.param_groups
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
             optimizer.param_groups = own
-            # torch has also made moments for parameters that have none in the checkpoint.
+            # Delete moments that torch made for parameters that have none in the checkpoint.
             for own_group, group in zip(own, groups):
                 for parameter, name in zip(own_group["params"], group["params"]):
                     if not old["state"].get(name):
@@ -181,10 +181,10 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
-    """Delete gradients and moments; return the optimizer's groups, with names for the parameters.
+    """Delete gradients and moments; return the optimizer's groups, with names in place of parameters.
 
-    saved["state"] is {parameter name: {moment: tensor}}. ValueError if it has other moments, shapes
-    or dtypes than this optimizer creates. Fused optimizers do not check this and would compute
+    saved["state"] is {parameter name: {moment: tensor}}. ValueError if moments, shapes or dtypes
+    differ from those that this optimizer creates. Fused optimizers do not check this and would compute
     nonsense.
     """
     # If an optimizer has no gradients and no state, get_optimizer_state_dict creates the state: it
@@ -238,7 +238,7 @@ def save(
     with _temporary_file(folder) as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # torch hides what happened first, for example a full disk
+        except RuntimeError as error:  # its context is the cause, for example a full disk
             raise error.__context__ or error
         file.flush()
         # ValueError for types that load() refuses. The device "meta" leaves out the tensors'
@@ -277,7 +277,7 @@ def _read_state(path: str | Path, device: str) -> Any:
         with warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        # For a truncated file, torch.load also raises OSError, with EINVAL.
+        # OSError with EINVAL means a truncated file, not a disk that failed.
         disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
         if disk_failed or "memory" in repr(error):  # the file may be good
             raise
@@ -300,7 +300,7 @@ def _check_state(state: Any) -> None:
 
 
 def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
-    """Return the entry, with its name, of a checkpoint. ending: "" for a sharded checkpoint."""
+    """Make the name of a checkpoint; return what it says. ending: "" for a sharded checkpoint."""
     rating = f"-loss-{loss:.4f}" if loss is not None and math.isfinite(loss) else ""
     return parse_names([f"step-{step:08d}{rating}-{digest}{ending}"])[0]
 
@@ -332,10 +332,11 @@ def newest(
 
     A checkpoint verifies if load() returns its state. If load() raises OSError or ValueError, the
     checkpoint counts as damaged, and the next older one is tried. Other exceptions are passed on,
-    for example NotImplementedError if a sharded checkpoint is reached before one verifies.
+    for example NotImplementedError if it meets a sharded checkpoint before a good one.
     (None, []) means that there are no checkpoints. ValueError if there are some but none verifies.
 
-    load, list_checkpoints: leave them out. extras/remote.py and extras/sharded.py pass their own.
+    load, list_checkpoints: the functions of this file. extras/remote.py and extras/sharded.py pass
+        their own.
     """
     rejected: list[str] = []
     for entry in reversed(list_checkpoints(folder)):
@@ -376,8 +377,8 @@ def prune(folder: str, keep: int) -> None:
 def remove(folder: str, name: str) -> None:
     """Delete the file of a checkpoint. A missing file is no error.
 
-    A folder, such as a sharded checkpoint, is not deleted: set_aside() renames it, even if it is
-    not damaged. extras/sharded.py has a function that deletes it.
+    A folder, such as a sharded checkpoint, is not deleted: set_aside() adds ".damaged" to its name,
+    even if it is intact. extras/sharded.py has a function that deletes it.
     """
     path = Path(folder, name)
     if path.is_dir():
@@ -394,12 +395,12 @@ def set_aside(folder: str, name: str) -> None:
 def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     """Take the lock of an existing folder and delete all temporary files in it.
 
-    Killed processes leave such files. Take the lock before the first save(). Otherwise lock() in
-    another process deletes the file that save() is writing.
+    Killed processes leave such files. Before the first save(), call make_folder() and lock().
+    Otherwise lock() in another process deletes the file that save() is writing.
 
     Keep the result: the lock is released when the result is closed or garbage collected, and when
-    the process ends in any way. Returns None and deletes nothing if the system (Windows) or the
-    file system has no locks. ValueError, with host, pid and time of locking, if another process
+    the process ends in any way; if it has forked, its children must end too. Returns None and
+    deletes nothing if the system (Windows) or the file system has no locks. ValueError, with host, pid and time of locking, if another process
     still has the lock after `timeout` seconds: a killed process may need a moment to end.
 
     This is flock instead of the package filelock. If the file system refuses locks, old versions of
