@@ -181,11 +181,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
-    """Delete gradients and moments; return the optimizer's groups, with names in place of parameters.
+    """Delete gradients and moments; return the optimizer's groups, with names for parameters.
 
     saved["state"] is {parameter name: {moment: tensor}}. ValueError if moments, shapes or dtypes
-    differ from those that this optimizer creates. Fused optimizers do not check this and would compute
-    nonsense.
+    differ from those that this optimizer creates. Fused optimizers do not check this and would
+    compute nonsense.
     """
     # If an optimizer has no gradients and no state, get_optimizer_state_dict creates the state: it
     # lets the optimizer take a step with zero gradients and learning rate 0.
@@ -400,8 +400,9 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
 
     Keep the result: the lock is released when the result is closed or garbage collected, and when
     the process ends in any way; if it has forked, its children must end too. Returns None and
-    deletes nothing if the system (Windows) or the file system has no locks. ValueError, with host, pid and time of locking, if another process
-    still has the lock after `timeout` seconds: a killed process may need a moment to end.
+    deletes nothing if the system (Windows) or the file system has no locks. ValueError, with host,
+    pid and time of locking, if another process still has the lock after `timeout` seconds: a killed
+    process may need a moment to end.
 
     This is flock instead of the package filelock. If the file system refuses locks, old versions of
     filelock wait for ever, and newer versions use a lock that stays when a process on another host

@@ -21,6 +21,7 @@ On Windows, spawn does not work, and the only stop signal from outside is Ctrl-C
 """
 
 import ctypes
+import functools
 import json
 import math
 import os
@@ -51,8 +52,8 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
-# Beginnings of the paths of Python's files, of its packages, and of this file. The watcher skips
-# them when it looks for the line where the user's program is.
+# Beginnings of the paths of Python's files, of its packages, and of this file. _watch_ranks skips
+# these files to find the line where the user's program is.
 LIBRARY_PATHS = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
@@ -129,9 +130,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     timeout: seconds that all ranks may take to connect, and that a rank may wait for other ranks
         later. A rank that waits longer ends with exit code 1, without an exception, at most 10 %
         after the timeout. One of these ranks prints a line that says where in the program each rank
-        is, or that it does not answer. No rank ends in this way while a rank runs torch.compile, or
-        if the store does not answer; then the collective fails after twice the timeout. Work that
-        takes so long while other ranks wait belongs in wait_together.
+        is, or that it does not answer. If a rank runs torch.compile or the store hangs, the
+        collective fails after twice the timeout instead. Use wait_together for work that may take
+        longer than `timeout` while other ranks wait.
 
     If an exception leaves the block, this function does not destroy the group, because that could
     wait for a rank that is dead. A program that then wants to use process_group again must call
@@ -156,8 +157,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     same point of the program, no rank waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
-    ConnectionError if not all ranks connect within `timeout`. If the device of a rank is not
-    available, the first such rank raises ValueError, and the others raise SystemExit.
+    ConnectionError if not all ranks connect within `timeout`. (Under spawn it is twice the timeout;
+    one rank raises ConnectionError and the others SystemExit.) If the device of a rank is not
+    available, the first such rank raises ValueError, and all other ranks raise SystemExit.
 
     These side effects stay after the block: the current CUDA device, torch's number of threads and
     glibc's settings for freed memory (on a CPU), and, if all ranks are on one Linux machine, the
@@ -192,7 +194,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             world_size=env.world_size,
             # _watch_ranks ends the process earlier, unless a rank compiles or the store is silent.
             timeout=timedelta(seconds=2 * timeout),
-            device_id=chosen if cuda else None,  # With a device, NCCL connects now.
+            device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
         )
         block_ended, main = threading.Event(), threading.get_ident()
         # The watcher has its own connection, because a request of the main thread may block the
@@ -250,8 +252,10 @@ def _keep_freed_memory() -> None:
     next step, which takes up to 20 % of a step on a CPU.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-3, 1 << 27)  # M_MMAP_THRESHOLD: blocks below 128 MiB come from the heap,
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: and the heap does not shrink.
+        # M_MMAP_THRESHOLD: blocks below 128 MiB come from the heap. Old versions of glibc refuse
+        # more than 32 MiB.
+        libc.mallopt(-3, 1 << 27) or libc.mallopt(-3, 1 << 25)
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink.
 
 
 def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
@@ -273,12 +277,14 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     return cpus
 
 
+@functools.cache
 def _connect_to_store(env: LaunchEnv, timeout: float) -> dist.Store:
     """Connect to the store of all ranks. All ranks must call this function.
 
-    Under torchrun, the keys get a prefix that is new for each start of the ranks, so that keys of
-    an earlier start are not read. Raises ConnectionError if not all ranks connect within `timeout`
-    seconds.
+    The connection stays until the process ends. Otherwise rank 0 could end the store after a
+    process group when another rank has already connected for the next one. Under torchrun, the keys
+    get a prefix that is new for each start of the ranks, so that keys of an earlier start are not
+    read. Raises ConnectionError if not all ranks connect within `timeout` seconds.
     """
     try:
         store = dist.TCPStore(
@@ -337,8 +343,8 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> Non
 
     process_group lists these exceptions. Each rank that fails calls this function. A rank whose
     error is only the consequence of another rank's failure waits 1 second first. The store gets at
-    most 6 seconds to answer. It must have only the keys of this process group, because an earlier
-    group may have failed too.
+    most 6 seconds to answer. `store` must have only the keys of this process group, because an
+    earlier group may have failed too.
     """
     # torch.distributed raises Dist...Error, but gloo raises a bare RuntimeError with these texts.
     texts = "^Dist|gloo|Connection (closed|reset)|Application timeout caused pair closure"
@@ -347,7 +353,7 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> Non
     def claim_report() -> list[str]:
         """Raise SystemExit if another rank reports, else return the ranks that have not failed.
 
-        This runs in a second thread; result() below raises the SystemExit in this one.
+        This runs in a second thread; result() below raises the SystemExit in the first one.
         """
         store.set(f"failed {env.rank}", "")
         if consequence:  # Let the rank that failed first report.
@@ -377,42 +383,45 @@ def _watch_ranks(
     exception while it waits in a collective, and NCCL would end the process without saying which
     rank waits where.
 
-    20 times per timeout, each rank increases a counter in the store and writes its state there: the
-    value of the counter, which shows whose state is old, and the line where its program is. The
-    store also counts the ranks that compile. A rank is stuck if torch's flight recorder says 20
-    times in a row that the same collective has started and has not ended, and if meanwhile no rank
-    runs torch.compile. A stuck rank ends. The first one reads all states and prints where each rank
-    is. After that, a rank that is in no collective ends too, if it starts none in 20 intervals.
+    20 times per timeout, each rank adds 1 to a counter in the store, the same for all ranks, and
+    writes its state there: the value of the counter (an old state has a low one), and the line
+    where its program is. A rank that runs torch.compile also stores the value of the counter under
+    one key for all ranks. A rank is stuck if torch's flight recorder says 20 times in a row that
+    the same collective has started and has not ended, and if no rank runs torch.compile or did so
+    in the last three intervals. A stuck rank ends. The first one reads all states
+    and prints where each rank is. After any report, a rank that is in no collective ends too, if it
+    starts none in 20 intervals.
     """
     recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.world_size)]
     before = None  # the numbers of the collectives, one interval ago
-    compiled = False  # whether this rank compiled, one interval ago
     counts = list[int]()  # values of the counter, one for each interval in a row that was stuck
     while not block_ended.wait(timeout / 20):
         # traceback.extract_stack would read source files, which can be on storage that hangs.
         stacks = {
-            id: [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame)]
+            id: [(f.f_code.co_filename, n) for f, n in traceback.walk_stack(frame)]
             for id, frame in sys._current_frames().items()
         }
-        program = [
+        program = (
             f"{Path(f).name}:{n}" for f, n in stacks[main] if not f.startswith(LIBRARY_PATHS)
-        ]
+        )
         compiles = bool(re.search("_dynamo/convert_frame|_inductor/compile_fx", f"{stacks}"))
-        # False: without the collectives. True: only active ones. The status is always there.
+        # False: without the list of collectives; the status of the groups is always there.
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
         waiting = any(started != ended for started, ended in numbers)
-        count = ranks_compiling = 0
+        count, compiling = 0, False
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)
-            store.set(keys[env.rank], json.dumps([count, [*program, "the start"][0]]))
-            ranks_compiling = store.add("compiling", compiles - compiled)
-            compiled = compiles
+            store.set(keys[env.rank], json.dumps([count, next(program, "the start")]))
+            if compiles:
+                store.set("compiled at", f"{count}")
+            # In one interval, the ranks together add at most env.world_size. add(key, 0) reads.
+            compiling = store.add("compiled at", 0) > count - 3 * env.world_size
             # When an error was reported, a rank that is in no collective counts as waiting too.
             waiting = waiting or store.add("reported", 0) > 0
-        stuck = waiting and numbers == before and not ranks_compiling
+        stuck = waiting and numbers == before and not compiling
         counts = [*counts, count] if stuck else []
         before = numbers
         if len(counts) < 20:
@@ -423,8 +432,8 @@ def _watch_ranks(
                 os._exit(1)
             states = [json.loads(state) for state in store.multi_get(keys)]
             ranks = [  # A rank that has written nothing for three intervals does not answer.
-                f"rank {rank} at {line}" if count > counts[-4] else f"no answer from rank {rank}"
-                for rank, (count, line) in enumerate(states)
+                f"rank {rank} at {line}" if written > counts[-4] else f"no answer from rank {rank}"
+                for rank, (written, line) in enumerate(states)
             ]
         print(f"Error: no progress for {timeout:g} s: {', '.join(ranks)}", file=sys.stderr)
         os._exit(1)
@@ -473,11 +482,10 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     )
     if not (replica.find_unused_parameters or replica.static_graph):
         # DDP divides the gradients into buckets anew after its first backward pass. The buckets
-        # decide in which order the gradients of more than two ranks are added. So the first step of
+        # decide in which order the gradients of three or more ranks are added. So the first step of
         # a resumed run would round differently. Make that pass here, with gradients of zero.
-        parameters = [p for p in model.parameters() if p.requires_grad]
         replica.reducer.prepare_for_backward([])
-        torch.stack([0.0 * p.sum() for p in parameters]).sum().backward()
+        torch.stack([0.0 * p.sum() for p in model.parameters() if p.requires_grad]).sum().backward()
         model.zero_grad()
     return replica
 
@@ -498,10 +506,9 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function, each with its own `call`. If calls raise ValueError or
-    OSError, all ranks raise the error of that one of these ranks that has the lowest number; errors
-    must be picklable. Otherwise, another exception is raised only on the rank whose call raised it.
-    On the other ranks wait_together returns; they fail in their next collective, as process_group
-    describes.
+    OSError, all ranks raise the error of the lowest such rank; errors must be picklable. If not,
+    any other exception is raised only on its own rank. On the other ranks wait_together returns;
+    they fail in their next collective, as process_group describes.
 
     Use this function for work that may take longer than the timeout of process_group, such as
     reading from slow storage: here the timeout does not apply. If a rank dies, the others fail as
@@ -513,7 +520,7 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     if world.size == 1:
         return call()
     future = _in_thread(call)
-    # A rank that is ready waits in any_rank for the others, which poll every 0.1 seconds.
+    # A rank that is ready waits in any_rank for the others, which call it every 0.1 seconds.
     while any_rank(not future.done(), world):
         futures.wait([future], timeout=0.1)
     own = future.exception()
@@ -616,7 +623,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     # The system chooses a free port. Only this machine can connect to 127.0.0.1.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, None, True, master_listen_fd=listener.detach())
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
     with stop_signals() as stop_requested:
         # The ranks inherit the blocked signals. So a stop signal that arrives while a rank imports
         # torch waits until this rank calls stop_signals. The resource tracker of multiprocessing
@@ -647,7 +654,7 @@ def _wait_for_ranks(
             code = next(filter(None, codes))
             failed = codes.index(code)
             # If no rank has reported the error yet, this process does, and then no rank will.
-            # "0" is the prefix that _connect_to_store uses. The rank failed in its latest group.
+            # "0" is the prefix from _connect_to_store. The group is the last that the rank joined.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"

@@ -42,6 +42,7 @@ TORCHRUN = [
 WAITING = (
     "in different lines",
     "rank 1 works",
+    "rank 1 is stopped in a compilation",
     "nobody waits",
     "in a group of their own",
     "rank 1 compiles",
@@ -173,6 +174,9 @@ def wait_for_one_another(kind: str) -> None:
             while ddp_setup.from_rank_zero(lambda: time.monotonic() < end, world):
                 for _ in range(50):
                     dist.all_reduce(torch.ones(1), group=group)
+        if kind == "rank 1 is stopped in a compilation" and world.rank == 1:
+            stop = "import os, signal, time\ntime.sleep(1)\nos.kill(os.getpid(), signal.SIGSTOP)"
+            exec(compile(stop, "/torch/_dynamo/convert_frame.py", "exec"))
         if "compiles" in kind and world.rank == 1:
             file = "_inductor/compile_fx" if "kernels" in kind else "_dynamo/convert_frame"
             exec(compile("import time\ntime.sleep(6)", f"/torch/{file}.py", "exec"))
@@ -185,6 +189,16 @@ def wait_for_one_another(kind: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
         dist.barrier()  # here the others are
+
+
+def two_groups_one_after_the_other() -> None:
+    """Rank 0 serves the store and leaves the first group a second later than rank 1."""
+    sleep = time.sleep
+    for _ in range(2):
+        with ddp_setup.process_group("cpu", timeout=60) as world:
+            assert not ddp_setup.any_rank(False, world)
+            if world.rank == 0:
+                time.sleep = lambda _: sleep(1)
 
 
 def rank_1_never_ends() -> None:
@@ -609,6 +623,7 @@ def runs(tmp_path_factory):
             second_error=spawned("fail_in_the_second_group", "error"),
             second_killed=spawned("fail_in_the_second_group", "killed"),
             second_alone=partial(launch_without_launcher, "fail_in_the_second_group", "error"),
+            two_alone=partial(launch_without_launcher, "two_groups_one_after_the_other"),
         ) as begun,
         ahead(
             stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
@@ -686,6 +701,14 @@ def test_ranks_that_wait_for_one_another_are_named_with_their_lines(runs):
     )
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, rank 1 at {sleeps}"
+    ]
+
+
+def test_a_rank_that_was_stopped_in_a_compilation_does_not_keep_the_others_waiting(runs):
+    ended = runs("rank 1 is stopped in a compilation")
+    waits = line_of("dist.barrier()  # here the others")
+    assert ended.codes == [1] and ended.lines() == [
+        f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
     ]
 
 
@@ -772,6 +795,11 @@ def test_after_sys_exit_of_one_rank_without_a_code_the_rank_that_waits_names_it(
     assert ended.codes == [1] and ended.lines() == [
         "rank 0: no answer from rank 1 (connection lost)"
     ]
+
+
+def test_without_a_launcher_a_rank_may_begin_its_next_group_before_rank_0_has_left_the_last(runs):
+    ended = runs("two_alone")
+    assert (ended.codes, ended.lines()) == ([0, 0], [])
 
 
 @pytest.mark.parametrize(
