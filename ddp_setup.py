@@ -157,8 +157,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     same point of the program, no rank waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
-    ConnectionError if not all ranks connect within `timeout`. (Under spawn it is twice the timeout;
-    one rank raises ConnectionError and the others SystemExit.) If the device of a rank is not
+    ConnectionError if not all ranks connect within `timeout`. (Under spawn, one of the ranks raises
+    ConnectionError and the others raise SystemExit.) If the device of a rank is not
     available, the first such rank raises ValueError, and all other ranks raise SystemExit.
 
     These side effects stay after the block: the current CUDA device, torch's number of threads and
@@ -192,10 +192,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             store=store,
             rank=env.rank,
             world_size=env.world_size,
-            # _watch_ranks ends the process earlier, unless a rank compiles or the store is silent.
-            timeout=timedelta(seconds=2 * timeout),
+            timeout=timedelta(seconds=timeout),
             device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
         )
+        # _watch_ranks ends the process earlier, unless a rank compiles or the store is silent.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * timeout))
         block_ended, main = threading.Event(), threading.get_ident()
         # The watcher has its own connection, because a request of the main thread may block the
         # first one.

@@ -152,9 +152,9 @@ def wait_for_one_another(kind: str) -> None:
         pending = {"last_enqueued_collective": 2, "last_completed_collective": 1}
         status = json.dumps({"pg_status": {"0": pending}})
         torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
-    init = dist.init_process_group
-    hour = {} if "compiles" in kind else {"timeout": timedelta(hours=1)}
-    dist.init_process_group = lambda *args, **kwargs: init(*args, **{**kwargs, **hour})
+    if "compiles" not in kind:
+        set_timeout = dist.distributed_c10d._set_pg_timeout
+        dist.distributed_c10d._set_pg_timeout = lambda _: set_timeout(timedelta(hours=1))
     connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
     ddp_setup._connect_to_store = lambda env, _: connect(env, 60)
     with ddp_setup.process_group("cpu", timeout=4) as world:
@@ -179,7 +179,7 @@ def wait_for_one_another(kind: str) -> None:
             exec(compile(stop, "/torch/_dynamo/convert_frame.py", "exec"))
         if "compiles" in kind and world.rank == 1:
             file = "_inductor/compile_fx" if "kernels" in kind else "_dynamo/convert_frame"
-            exec(compile("import time\ntime.sleep(6)", f"/torch/{file}.py", "exec"))
+            exec(compile("import time\ntime.sleep(5)", f"/torch/{file}.py", "exec"))
         if kind in ("rank 0 has left", "rank 1 has left"):
             if str(world.rank) not in kind:
                 time.sleep(9)

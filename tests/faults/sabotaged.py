@@ -115,7 +115,9 @@ def with_faulty_gradient(build: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         def hook(gradient: torch.Tensor) -> torch.Tensor:
-            return torch.full_like(gradient, float(what)) if is_faulty() else gradient
+            # ddp_setup.replicate makes a backward pass of its own, in which all gradients are zero.
+            faulty = gradient.any() and is_faulty()
+            return torch.full_like(gradient, float(what)) if faulty else gradient
 
         model = build(*args, **kwargs)
         next(model.parameters()).register_hook(hook)
