@@ -7,7 +7,7 @@ torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torch
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
 python run.py eval --data other.txt             print the exact loss of that checkpoint on a text
 
-This file only composes: `train` is the whole job, in the order in which it happens. The modules
+This file composes: `train` is the whole training, in the order in which it happens. The modules
 ddp_setup, chardata, gpt, loop and ckpt do the work and do not import each other. The files in
 extras/ are optional.
 """
@@ -62,7 +62,7 @@ def extra(name: str) -> ModuleType:
     """Import and return extras/NAME.py. FileNotFoundError if it or a package is missing."""
     try:
         return importlib.import_module(f"extras.{name}")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise FileNotFoundError(f"this needs extras/{name}.py: {error}") from error
 
 
@@ -81,8 +81,8 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
-# What helps, for errors whose traceback matches a pattern. Triton has an OutOfMemoryError that does
-# not mean the memory of the device; that of torch contains "out of memory".
+# What helps, for errors whose traceback matches a pattern. Triton's OutOfMemoryError must not
+# match: it is not about the memory of the device. That of torch contains "out of memory".
 HINTS = {
     "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
     "|failed to map|new thread|(?<!OutOf)MemoryError": (
@@ -194,7 +194,7 @@ PINNED = set(
     "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer "
     "init_from eval_tokens".split()
 )
-# A resumed run does not take these flags from the checkpoint.
+# These flags are not saved in a checkpoint: they can be different in a resumed run.
 NOT_RESTORED = set(
     "spawn strategy device compile timeout out log_every keep accum checkpoint "
     "checkpoint_activations".split()
@@ -208,15 +208,15 @@ def train(flags: Flags, given: set[str]) -> int:
     """Train until the last step or a stop signal; return the exit code. Every rank runs this.
 
     given: the names of the flags that the user set, on the command line, in the environment or in a
-    file. The other flags are taken from the checkpoint, except those in NOT_RESTORED.
+    file. The other flags are taken from the checkpoint, if there is one.
     """
     with (
         usage_errors(),  # for errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # for errors of this block: process_group must see UsageErrors, with code 2
+        usage_errors(),  # for errors of this block, so that process_group sees their exit code, 2
     ):
-        first = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
+        rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
@@ -225,10 +225,10 @@ def train(flags: Flags, given: set[str]) -> int:
         # `saved`. wait_together calls a function on each rank and returns each rank's own result.
         # An error on one rank is raised on all.
         state, rejected = ddp_setup.wait_together(
-            lambda: find_start(flags, storage) if first else ({}, []), world
+            lambda: find_start(flags, storage) if rank0 else ({}, []), world
         )
-        small = state.keys() - {"model", "optimizers"}
-        saved = ddp_setup.from_rank_zero(lambda: {key: state[key] for key in small}, world)
+        keys = state.keys() - {"model", "optimizers"}
+        saved = ddp_setup.from_rank_zero(lambda: {key: state[key] for key in keys}, world)
         flags = merge_saved_flags(flags, given, saved)
         start_step = saved.get("step", 0)
         if flags.min_lr > flags.lr:
@@ -241,7 +241,7 @@ def train(flags: Flags, given: set[str]) -> int:
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
         if start_step >= total:
-            if first:
+            if rank0:
                 say(
                     f"The run in {flags.out} is finished: {start_step} steps. To continue, give a "
                     "higher --epochs or --steps; for a new run, name another --out."
@@ -261,7 +261,7 @@ def train(flags: Flags, given: set[str]) -> int:
         peak_flops = machine.get("peak_flops", math.nan)
 
         # The model and its optimizers, with the saved weights and moments.
-        # Without a seed the model has no memory yet: shard_ makes the weights, block by block.
+        # Without a seed, the weights have no storage yet: shard_ makes them, block by block.
         seed = flags.seed if flags.strategy == "ddp" else None
         model = gpt.build(config, seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
@@ -317,25 +317,25 @@ def train(flags: Flags, given: set[str]) -> int:
         )
         with usage_errors(f"--out {flags.out}: "):
             # The lock is held until this function returns.
-            _lock = ddp_setup.wait_together(lambda: prepare() if first else None, world)
+            _lock = ddp_setup.wait_together(lambda: prepare() if rank0 else None, world)
             if sharded:
                 storage.check_shared_folder(flags.out)
 
-        if first:
+        if rank0:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
         # The Future of the last save, and the time at which that save should have ended. Before the
-        # first save, and always on ranks that write nothing, bool() takes the place of the save.
+        # first save, and always on ranks that write nothing, a call of bool() stands in for it.
         pool = ThreadPoolExecutor(1)
-        writing, saved_step = (pool.submit(bool), 0.0), start_step
+        writing, saved_step = (pool.submit(bool), time.monotonic() + flags.timeout), start_step
 
         def wait_for_saves() -> bool:
             """Wait for the saves of all ranks. Return False if one has not ended in time."""
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
-        gc.freeze()  # main() has disabled garbage collection. Leave out the objects that exist now.
+        gc.freeze()  # main() has disabled garbage collection. Now collect, but not what exists now.
         gc.enable()
         # The tokens and the time of the last record. The time of evaluations and saves is added to
         # logged_at, so that it does not count for tokens per second.
@@ -345,7 +345,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 val_loss: float | None = None
                 stopped, last = report.stop, step == total
                 evaluating = bool(val_plan.tokens) and (last or step % flags.eval_every == 0)
-                if first and (stopped or last or evaluating or step % flags.log_every == 0):
+                if rank0 and (stopped or last or evaluating or step % flags.log_every == 0):
                     loss, norm = float(report.loss), float(report.grad_norm)  # wait for the device
                     now, tokens = time.perf_counter(), tokens_at(step)
                     rate = (tokens - logged_tokens) / (now - logged_at)
@@ -365,14 +365,14 @@ def train(flags: Flags, given: set[str]) -> int:
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
                 # A step whose loss or gradient is not finite is saved only at a stop or at the end.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If an evaluation or a save follows, float() or isfinite() has waited until the
-                # device was idle. So no training happens in the time from here to its end.
+                # If an evaluation or a snapshot follows, float() or isfinite() above has waited for
+                # the device. So the time of both, measured from here, contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
                     val_loss = validate(replica, val_plan, world, flags, dtype, stop_requested)
                     stopped = val_loss is None  # the evaluation was interrupted
-                    if first and not stopped:
+                    if rank0 and not stopped:
                         log({"step": step, "val_loss": val_loss})
                         count = chardata.num_tokens(val_plan.tokens) - 1
                         say(f"step {step}  validation loss {val_loss:.4f} over {count:,} tokens")
@@ -392,26 +392,26 @@ def train(flags: Flags, given: set[str]) -> int:
                             scaler=scaler.state_dict(),
                             **constants,
                         )
-                        if first or sharded:
+                        if rank0 or sharded:
                             save = pool.submit(storage.save, flags.out, state, step, val_loss, keep)
                             writing = save, time.monotonic() + flags.timeout
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
         except FloatingPointError:  # loop.Diverged, or from extras/replicas.py
-            wait_for_saves()  # They began before this step, so they are good.
+            wait_for_saves()  # The state that they save is from before this step, so it is good.
             raise
         except (ValueError, OSError):
-            wait_for_save(*writing)  # only for its own save, as the other ranks may have no error
+            wait_for_save(*writing)  # only for this rank's save: other ranks may have no error
             raise
         # The last step has no checkpoint if its save hangs, was left out, or failed.
         failed = not wait_for_saves() or saved_step != step or writing[0].exception() is not None
         failed = ddp_setup.any_rank(failed, world)
-    if first and failed:
+    if rank0 and failed:
         say(f"Error: the checkpoint of step {step} was not written", error=True)
-    elif first and step < total:
+    elif rank0 and step < total:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
-    elif first:
+    elif rank0:
         say(f"Done: {total} steps. To print text: python run.py sample --out {flags.out}")
     return FAILED if failed else STOPPED if step < total else DONE
 
@@ -433,7 +433,7 @@ def open_storage(out: str, write_sharded: bool = False) -> ModuleType:
 def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
     """Return the newest checkpoint that verifies, and a line for each newer, damaged one.
 
-    ({}, []) if there is no checkpoint. ValueError if there are some, but none verifies.
+    ({}, []) if there is no checkpoint. storage.newest raises ValueError if none of them verifies.
     """
     found, rejected = storage.newest(out)
     if not found:
@@ -471,7 +471,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
         ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
-        # extras/tokenizer.py compares the contents of two tokenizer.json.
+        # Not for two tokenizer.json: extras/tokenizer.py compares their contents.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
             raise ValueError(
@@ -479,7 +479,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
                 "leave it out, or name another --out"
             )
     # Other versions of this program can have other flags.
-    names = (config.keys() & vars(flags).keys()) - given - NOT_RESTORED
+    names = (config.keys() & vars(flags).keys()) - given
     return replace(flags, **{name: config[name] for name in names})
 
 
@@ -488,12 +488,14 @@ def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
 
     chars: the characters or the tokenizer.json of the checkpoint; "" if there is none.
     """
-    data, read = flags.data or "", chardata.read
-    list_files = extra("remote").download if "://" in data else chardata.list_files
+    files: list[str] = []  # the default text
+    if flags.data is not None:
+        remote = "://" in flags.data
+        files = (extra("remote").download if remote else chardata.list_files)(flags.data)
+    read = chardata.read
     if flags.tokenizer not in ("char", "byte"):
         read = partial(extra("tokenizer").read_corpus, chardata)
-    # [] stands for the default text.
-    return read([] if flags.data is None else list_files(data), flags.tokenizer, chars, flags.vocab)
+    return read(files, flags.tokenizer, chars, flags.vocab)
 
 
 def load_data(
@@ -532,7 +534,7 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    if flags.strategy != "ddp":  # Then each batch of an evaluation communicates.
+    if flags.strategy != "ddp":  # With zero and fsdp, each batch of an evaluation communicates.
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
 
@@ -543,7 +545,7 @@ def model_config(values: State) -> gpt.Config:
 
 
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
-    """Return AdamW for all parameters, or AdamW and, for the matrices of the blocks, Muon.
+    """Return AdamW, or Muon for the matrices of the blocks and AdamW for all other parameters.
 
     one_machine: whether all ranks are on one machine. Between machines, it takes longer to send the
     updates of Muon than to compute them.
@@ -578,7 +580,8 @@ def pick_dtype(flag: str, device: torch.device) -> str:
 
 
 def should_compile(flag: bool | None, device: torch.device, flops: float) -> bool:
-    """Whether to compile. Without a flag: on CUDA, and on a CPU if that saves more than it costs.
+    """Whether to compile. Without a flag: on CUDA, and on a CPU if that saves more than it costs,
+    both only if there is a compiler.
 
     flops: those of the whole run, so that a resumed run decides the same.
     """
@@ -616,9 +619,9 @@ def prepare_folder(
 
 
 def wait_for_save(save: Future[Any], deadline: float) -> bool:
-    """Wait until a save has ended, or until time.monotonic() is `deadline`. Warn if it failed.
+    """Wait until a save has ended, or until time.monotonic() is `deadline`. Return whether it has.
 
-    Return whether it has ended. If it failed, the next save tries again.
+    Warn if it has not, or if it failed. After a failure, the next save tries again.
     """
     wait([save], max(0.0, deadline - time.monotonic()))
     if not save.done():
@@ -755,7 +758,7 @@ def sample(
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
         if seed is None:
-            torch.seed()  # otherwise it is the same in each process
+            torch.seed()  # a new seed; torch's own is the same in each process
         else:
             torch.manual_seed(seed)
     generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
@@ -800,8 +803,8 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
         count = chardata.num_tokens(tokens) - 1
-        click.echo(
-            f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
+        click.echo(  # and not say(), because a result that cannot be written is an error
+            f"{CLEAR_LINE}loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
             f"perplexity {math.exp(loss):.4f}, over {count:,} tokens, in {flags.dtype}"
         )
 
@@ -840,7 +843,7 @@ def train_command(**values: Any) -> None:
 
 def click_arguments(flag: Field[Any]) -> dict[str, Any]:
     """Return the arguments of the click option of a field of Flags."""
-    names = ["--" + flag.name.replace("_", "-")]  # --compile brings other ones
+    names = ["--" + flag.name.replace("_", "-")]  # the metadata of --compile replaces them
     return {"param_decls": names, "default": flag.default, **flag.metadata}
 
 
@@ -871,10 +874,10 @@ def command_line() -> int:
 def main(command: Callable[..., int], *args: object) -> None:
     """Run a command and exit with its code. A spawned process starts here too.
 
-    UsageErrors (see usage_errors), lost ranks and errors with a hint become one line. Other errors
-    get a traceback.
+    UsageErrors (see usage_errors), lost ranks, a training that diverged and errors with a hint
+    become one line. Other errors get a traceback.
     """
-    gc.disable()  # until training starts: imports make no garbage, and looking for it takes 0.5 s
+    gc.disable()  # train enables it: imports make no garbage, and looking for it takes 0.5 s
     faulthandler.enable()  # prints where a fatal signal came, for example SIGBUS from a mapped file
     code = FAILED
     try:

@@ -615,7 +615,7 @@ ROWS, COLUMNS = 120, 200
 
 
 def run_on_terminal(
-    flags: list[object], react: Callable[[warm.Process], object]
+    flags: list[object], react: Callable[[warm.Process], object] = lambda _: None
 ) -> tuple[int, bytes]:
     """Run the program in a terminal; return its exit code and what it wrote. `react` is called with
     the process when the first step is printed.
@@ -664,6 +664,15 @@ def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replace
         f"run.py sample --out {out}"
     )
     assert b"evaluation: batch 1" in heard and len(others) == 3
+
+
+def test_on_a_terminal_the_result_of_eval_replaces_its_progress(done, text):
+    pyte = pytest.importorskip("pyte")
+    code, heard = run_on_terminal(["eval", "--out", done("rerun")[1], "--data", text])
+    screen = pyte.Screen(COLUMNS, ROWS)
+    pyte.ByteStream(screen).feed(heard)
+    [line] = [row for row in screen.display if row.strip()]
+    assert code == 0 and b"evaluation: batch 1" in heard and line.startswith("loss "), heard
 
 
 def test_on_a_terminal_ctrl_c_is_answered_once_before_the_step_ends(text, tmp_path):
