@@ -5,7 +5,7 @@
 
 In run.py, add this line before the loop of `train`:
 
-    training = extra("profiling").traced(training, 5, "trace.json") if first else training
+    training = extra("profiling").traced(training, 5, "trace.json") if rank0 else training
 
 Needs torch.
 """
