@@ -118,7 +118,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     stamps = tuple(map(_stamp, files))
     names = files or ["the default text"]
     arrays = [_map_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
-    tokens = tuple(filter(len, arrays))
+    tokens: Tokens = tuple(filter(len, arrays))
     if not tokens:
         raise ValueError(f"{names[0]}: is empty (number of data files: {len(names)})")
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]
@@ -140,12 +140,10 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
         # Windows are read from random places, so reading ahead in the file would be wasted.
         if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):  # not on Windows
             array.base.madvise(mmap.MADV_RANDOM)
-    return Corpus(tokens, size, kind, chars, digest(tokens, chars), stamps)
+    return Corpus(tuple(tokens), size, kind, chars, digest(tokens, chars), stamps)
 
 
-def _read_characters(
-    names: Sequence[str], raw: Tokens, chars: str
-) -> tuple[tuple[np.ndarray, ...], str]:
+def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[Tokens, str]:
     """Return the ids of texts, and the characters that they stand for."""
     texts, tokens = [], []
     try:
@@ -157,7 +155,7 @@ def _read_characters(
                 tokens.append(encode(text, "char", chars))
     except ValueError as error:  # `name` is the file at which one of the loops stopped
         raise ValueError(f"{name}: {error} (kind 'byte' can read any file)") from None
-    return tuple(tokens), chars
+    return tokens, chars
 
 
 def _map_file(name: str) -> np.ndarray:
@@ -165,9 +163,9 @@ def _map_file(name: str) -> np.ndarray:
     size, dtype, start = os.path.getsize(name), "u1", 0
     if name.endswith(".npy"):
         try:
-            array: np.ndarray = np.load(name, "r")
-            if array.ndim != 1 or array.dtype.kind != "u":
-                raise ValueError(f"{array.shape} {array.dtype}")
+            array: np.memmap = np.load(name, "r")
+            if array.ndim != 1 or array.dtype.kind != "u" or size != array.offset + array.nbytes:
+                raise ValueError(f"{array.shape} {array.dtype} in {size} bytes")
         except Exception as error:  # a damaged file can make numpy raise almost any exception
             raise ValueError(f"{name}: not a 1-d .npy of unsigned integers: {error}") from None
         return array

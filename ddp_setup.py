@@ -157,9 +157,10 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     same point of the program, no rank waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
-    ConnectionError if not all ranks connect within `timeout`. (Under spawn, one of the ranks raises
-    ConnectionError and the others raise SystemExit.) If the device of a rank is not
-    available, the first such rank raises ValueError, and all other ranks raise SystemExit.
+    ConnectionError if not all ranks connect within `timeout`. (A rank that stops responding at its
+    start is noticed after twice the timeout: one rank raises ConnectionError, the others raise
+    SystemExit.) If the device of a rank is not available, the first such rank raises ValueError,
+    and all other ranks raise SystemExit.
 
     These side effects stay after the block: the current CUDA device, torch's number of threads and
     glibc's settings for freed memory (on a CPU), and, if all ranks are on one Linux machine, the
@@ -192,11 +193,10 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             store=store,
             rank=env.rank,
             world_size=env.world_size,
-            timeout=timedelta(seconds=timeout),
+            # _watch_ranks ends the process earlier, unless a rank compiles or the store is silent.
+            timeout=timedelta(seconds=2 * timeout),
             device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
         )
-        # _watch_ranks ends the process earlier, unless a rank compiles or the store is silent.
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * timeout))
         block_ended, main = threading.Event(), threading.get_ident()
         # The watcher has its own connection, because a request of the main thread may block the
         # first one.
@@ -389,9 +389,9 @@ def _watch_ranks(
     where its program is. A rank that runs torch.compile also stores the value of the counter under
     one key for all ranks. A rank is stuck if torch's flight recorder says 20 times in a row that
     the same collective has started and has not ended, and if no rank runs torch.compile or did so
-    in the last three intervals. A stuck rank ends. The first one reads all states
-    and prints where each rank is. After any report, a rank that is in no collective ends too, if it
-    starts none in 20 intervals.
+    in about the last three intervals. A stuck rank ends. The first one reads all states and prints
+    where each rank is. After any report, a rank that is in no collective ends too, if it starts
+    none in 20 intervals.
     """
     recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
@@ -419,7 +419,7 @@ def _watch_ranks(
             if compiles:
                 store.set("compiled at", f"{count}")
             # In one interval, the ranks together add at most env.world_size. add(key, 0) reads.
-            compiling = store.add("compiled at", 0) > count - 3 * env.world_size
+            compiling = store.add("compiled at", 0) > max(0, count - 3 * env.world_size)
             # When an error was reported, a rank that is in no collective counts as waiting too.
             waiting = waiting or store.add("reported", 0) > 0
         stuck = waiting and numbers == before and not compiling
@@ -560,7 +560,7 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     block the signals while the workers start, as extras/tutorial/stream.py does.
 
     notice: a line for the user, because the end of a step can take a while. Rank 0 prints it on
-        stderr when it receives the first signal, if stderr is a terminal.
+        stderr when it receives the first SIGINT, if stderr is a terminal.
 
     A signal that was blocked (signal.pthread_sigmask) before the `with` block is delivered when the
     block begins. When the block ends, the previous handlers are restored, but the signals stay
@@ -570,12 +570,13 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     received = list[int]()
 
     def handle(number: int, _: object) -> None:
-        first = not received and os.environ.get("RANK", "0") == "0"
-        if notice and first and os.isatty(2):
-            os.write(2, f"\n{notice}\n".encode())  # print() cannot interrupt another print()
         received.append(number)
         if received.count(signal.SIGINT) > 1:
             os._exit(130)
+        rank0 = os.environ.get("RANK", "0") == "0"
+        if notice and rank0 and number == signal.SIGINT and os.isatty(2):
+            with suppress(OSError):
+                os.write(2, f"\n{notice}\n".encode())  # print() cannot interrupt another print()
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     if hasattr(signal, "pthread_sigmask"):  # not on Windows

@@ -170,7 +170,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = arch.norm(width)
         self.head = nn.Linear(width, config.vocab, bias=False)
-        self.head_loss = head_loss  # compile_ replaces it
         if arch.tied_head:
             self.head.weight = self.embedding.weight
 
@@ -214,37 +213,31 @@ class GPT(nn.Module):
         # About this many logits are computed at a time. 2**28 float32 logits are 1 GiB: 5,000
         # tokens with V = 50,000, enough to keep a GPU busy. On a CPU, 128 MiB are enough.
         max_logits = 1 << (28 if x.is_cuda else 25)
-        x, targets = x.flatten(0, 1), targets.flatten()
-        return sum_of_parts(self.head_loss, x, self.head.weight, targets, max_logits)
+        return cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), max_logits)
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -> Tensor:
     """Compute the sum over N rows of the cross-entropy, in nats, of the logits x @ weight.T.
 
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
-    (F.linear_cross_entropy of torch 2.13 saves memory, but accumulates the sum in bfloat16.)
-    """
-    # Autocast caches the bfloat16 copy of a leaf tensor, but not that of a view. If all parts (see
-    # sum_of_parts) used one copy, their gradients would be added up in bfloat16.
-    logits = F.linear(x, weight.view_as(weight))
-    return F.cross_entropy(logits.float(), targets, reduction="sum")
-
-
-def sum_of_parts(
-    loss_fn: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, max_logits: int
-) -> Tensor:
-    """Compute loss_fn(x, weight, targets), see head_loss, with less memory.
-
     max_logits: about how many float32 logits may exist at a time. If N * V is more, the rows are
         processed in parts, and the backward pass computes the logits of each part again.
+    (F.linear_cross_entropy of torch 2.13 saves memory too, but accumulates the sum in bfloat16.)
     """
+
+    def part(x: Tensor, targets: Tensor) -> Tensor:
+        # Autocast caches the bfloat16 copy of a leaf tensor, but not that of a view. If all parts
+        # used one copy, their gradients would be added up in bfloat16.
+        logits = F.linear(x, weight.view_as(weight))
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
+
     rows = max(1, max_logits // len(weight))
     if len(x) <= rows:
-        return loss_fn(x, weight, targets)
+        return part(x, targets)
     return torch.stack(
         [
-            checkpoint(loss_fn, x, weight, y, use_reentrant=False, preserve_rng_state=False)
-            for x, y in zip(x.split(rows), targets.split(rows))
+            checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False)
+            for pair in zip(x.split(rows), targets.split(rows))
         ]
     ).sum()
 
@@ -254,8 +247,8 @@ def build(config: Config, seed: int | None, checkpoint_activations: bool = False
 
     The state of torch's global random generators does not change, on any device. ValueError if
     `config` is not valid.
-    seed: None leaves the parameters on the device "meta", without memory and values. Their
-        values can be computed later with initial_weight, for example one block at a time.
+    seed: None leaves the parameters on the device "meta", without memory and values. Their values
+        can be computed later with initial_weight, for example one block at a time.
     checkpoint_activations: keep only the input of each block in the forward pass and compute the
         rest again in the backward pass. This saves memory and gives the same gradients.
     """
@@ -309,19 +302,19 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def compile_(model: GPT) -> None:
-    """Compile each block and head_loss in place with torch.compile. The names of the parameters do
-    not change.
+    """Compile each block in place with torch.compile. The names of the parameters do not change.
 
     Each block is compiled alone. So in the backward pass, DistributedDataParallel can send the
     gradients of one block while those of the block before it are computed. As all blocks have the
-    same code and shapes, the graph of the first block is used for all of them.
+    same code and shapes, the graph of the first block is used for all of them. The loss is not
+    compiled: with large vocabularies that would give 15 %, but it has more shapes than the eight
+    that torch compiles for a function. A resumed run could compile other ones and differ.
     """
     for block in model.blocks:
         # With dynamic shapes, torch would compile a general graph when it sees a second shape. This
         # graph rounds and draws dropout differently. So the result of a step would depend on the
         # shapes before it, and a resumed run would differ from one that was not interrupted.
         block.compile(dynamic=False)
-    model.head_loss = torch.compile(head_loss, dynamic=False)
 
 
 def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:

@@ -459,7 +459,7 @@ def find_start(flags: Flags, storage: ModuleType) -> tuple[State, list[str]]:
     state, rejected = find_checkpoint(flags.out, storage)
     if not state and flags.init_from:
         start_state, read = extra("exchange").start_state, extra("reader").read
-        state = start_state(flags.init_from, newest_checkpoint, read)
+        state = start_state(flags.init_from, flags.out, newest_checkpoint, read)
     return state, rejected
 
 

@@ -11,6 +11,7 @@ make_tokenizer from this file.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -71,14 +72,17 @@ def read(path: str, load: Callable[[BinaryIO], Any]) -> Model:
 
 def start_state(
     path: str,
+    out: str,
     newest_checkpoint: Callable[[str], dict[str, Any]],
     load: Callable[[BinaryIO], Any],
 ) -> dict[str, Any]:
     """Return what run.py starts from with --init-from: model, config (flags), vocabulary, name.
 
-    path: the --out folder of another run, or what `read` takes.
+    path: the --out folder of another run, or what `read` takes. out: this run's folder.
     newest_checkpoint: returns the newest checkpoint of a folder, as run.py saves it.
     """
+    if os.path.realpath(path) == os.path.realpath(out):
+        raise ValueError(f"--init-from {path} is the folder of --out; choose another --out")
     for file in sorted(Path(path).glob("step-*.pt"))[-1:]:
         with open(file, "rb") as opened:
             load(opened)  # refuses a file that could do harm, before newest_checkpoint reads it

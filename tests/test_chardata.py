@@ -774,6 +774,7 @@ NOT_NPY = "not a 1-d .npy of unsigned integers: "
         ("none.npy", npy(np.zeros(0, np.uint8)), "is empty"),
         ("text.npy", b"hello, world", NOT_NPY),
         ("cut.npy", npy(np.arange(1000, dtype=np.uint16))[:-1], NOT_NPY),
+        ("grown.npy", npy(np.arange(3, dtype=np.uint16)) + b"  ", "(3,) uint16 in 136 bytes"),
         ("header.npy", npy(np.arange(1000, dtype=np.uint16))[:20], NOT_NPY),
         ("objects.npy", npy(np.array([{}, 1], object)), NOT_NPY),
         ("archive.npy", npz(), NOT_NPY),

@@ -152,9 +152,9 @@ def wait_for_one_another(kind: str) -> None:
         pending = {"last_enqueued_collective": 2, "last_completed_collective": 1}
         status = json.dumps({"pg_status": {"0": pending}})
         torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
-    if "compiles" not in kind:
-        set_timeout = dist.distributed_c10d._set_pg_timeout
-        dist.distributed_c10d._set_pg_timeout = lambda _: set_timeout(timedelta(hours=1))
+    init = dist.init_process_group
+    hour = {} if "compiles" in kind else {"timeout": timedelta(hours=1)}
+    dist.init_process_group = lambda *args, **kwargs: init(*args, **{**kwargs, **hour})
     connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
     ddp_setup._connect_to_store = lambda env, _: connect(env, 60)
     with ddp_setup.process_group("cpu", timeout=4) as world:

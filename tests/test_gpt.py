@@ -390,7 +390,7 @@ def test_cross_entropy_in_parts_gives_the_same_loss_and_gradients(parts):
     targets = torch.randint(31, (100,))
     inputs = x.requires_grad_(), weight.requires_grad_()
     theirs = F.cross_entropy((x @ weight.T).float(), targets, reduction="sum")
-    ours = gpt.sum_of_parts(gpt.head_loss, x, weight, targets, max_logits=31 * 100 // parts)
+    ours = gpt.cross_entropy(x, weight, targets, max_logits=31 * 100 // parts)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(
         torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs)
@@ -400,15 +400,15 @@ def test_cross_entropy_in_parts_gives_the_same_loss_and_gradients(parts):
 def test_cross_entropy_is_computed_in_as_few_parts_as_allowed(monkeypatch):
     rows, checkpoint = [], gpt.checkpoint
 
-    def watched(loss_fn, x, *rest, **options):
+    def watched(part, x, targets, **options):
         rows.append(len(x))
-        return checkpoint(loss_fn, x, *rest, **options)
+        return checkpoint(part, x, targets, **options)
 
     monkeypatch.setattr(gpt, "checkpoint", watched)
     x, weight = torch.randn(5, 4), torch.randn(50, 4)
     for max_logits, expected in ((30, [1] * 5), (200, [4, 1]), (249, [4, 1]), (250, [])):
         rows.clear()
-        gpt.sum_of_parts(gpt.head_loss, x, weight, torch.zeros(5, dtype=torch.int64), max_logits)
+        gpt.cross_entropy(x, weight, torch.zeros(5, dtype=torch.int64), max_logits)
         assert rows == expected
 
 
@@ -429,13 +429,13 @@ def test_cross_entropy_never_holds_more_logits_than_allowed():
             return out
 
     with Watch():
-        gpt.sum_of_parts(gpt.head_loss, x, weight, targets, max_logits=500).backward()
+        gpt.cross_entropy(x, weight, targets, max_logits=500).backward()
     assert max(largest) == 500
 
 
 def test_on_a_cpu_the_loss_computes_33_million_logits_at_a_time(monkeypatch):
     seen = []
-    monkeypatch.setattr(gpt, "sum_of_parts", lambda *args: seen.append(args[4]))
+    monkeypatch.setattr(gpt, "cross_entropy", lambda *args: seen.append(args[3]))
     gpt.loss(gpt.build(SMALL, seed=0), (random_tokens(1, 2), random_tokens(1, 2)))
     assert seen == [2**25]
 
@@ -487,12 +487,11 @@ def test_compiling_does_not_change_parameter_names():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch raises it on import
-def test_each_block_and_the_loss_are_compiled_alone():
+def test_each_block_is_compiled_alone():
     model = gpt.build(SMALL, seed=0)
     gpt.compile_(model)
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     assert compiled == [*model.blocks]
-    assert model.head_loss is not gpt.head_loss and model.head_loss._torchdynamo_orig_callable
 
 
 @pytest.mark.filterwarnings("ignore")  # torch raises it on import
@@ -699,7 +698,7 @@ def test_gradients_of_many_parts_are_not_accumulated_in_bfloat16():
     def gradient(max_logits):
         weight = nn.Parameter(torch.linspace(-0.1, 0.1, 256 * 32).view(256, 32).clone())
         with torch.autocast("cpu", torch.bfloat16):
-            gpt.sum_of_parts(gpt.head_loss, x, weight, targets, max_logits).backward()
+            gpt.cross_entropy(x, weight, targets, max_logits).backward()
         return weight.grad
 
     whole, parts = gradient(2048 * 256), gradient(16 * 256)

@@ -414,6 +414,18 @@ def test_a_flag_that_contradicts_an_imported_model_is_an_error_of_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_imported_folder_is_not_overwritten(exported, text, tmp_path):
+    """It has no checkpoint of this program, so without a check, a new run would begin in it."""
+    out = shutil.copytree(exported, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    mistaken(
+        run("--init-from", out, "--data", text, "--out", f"{tmp_path}/./out"),
+        "--init-from",
+        "is the folder of --out",
+    )
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
 def test_the_imported_run_is_not_overwritten(done, text, tmp_path):
     out = shutil.copytree(done("gpt2")[1], tmp_path / "out")
     beginning = ["--init-from", out, "--data", text, "--out", f"{tmp_path}/./out"]
