@@ -718,7 +718,7 @@ def toml() -> Target:
     lines = (
         "batch-size = 64\nlr = 1e-3\ncompile = true\ndata = 'text.txt'\nout = \"o\"\nsteps = 5\n"
     )
-    lines += "val_fraction = 0.1\narch = 'gpt2'\nspawn = 2\ndtype = 'auto'\n"
+    lines += "val_fraction = 0.1\narch = 'gpt2'\nspawn = 2\ndtype = 'auto'\nkeep = 3\n"
     words = [
         b"[a]",
         b"[[a]]",
