@@ -130,9 +130,10 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     timeout: seconds that all ranks may take to connect, and that a rank may wait for other ranks
         later. A rank that waits longer ends with exit code 1, without an exception, at most 10 %
         after the timeout. One of these ranks prints a line that says where in the program each rank
-        is, or that it does not answer. If a rank runs torch.compile or the store hangs, the
-        collective fails after twice the timeout instead. Use wait_together for work that may take
-        longer than `timeout` while other ranks wait.
+        is, or that it does not answer. The time in which a rank runs torch.compile does not count.
+        If that time is long, or if the store hangs, the collective fails after twice the timeout
+        instead. Use wait_together for work that may take longer than `timeout` while other ranks
+        wait.
 
     If an exception leaves the block, this function does not destroy the group, because that could
     wait for a rank that is dead. A program that then wants to use process_group again must call
@@ -157,10 +158,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     same point of the program, no rank waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
-    ConnectionError if not all ranks connect within `timeout`. (A rank that stops responding at its
-    start is noticed after twice the timeout: one rank raises ConnectionError, the others raise
-    SystemExit.) If the device of a rank is not available, the first such rank raises ValueError,
-    and all other ranks raise SystemExit.
+    ConnectionError if not all ranks connect within `timeout`. If the device of a rank is not
+    available, the first such rank raises ValueError, and all other ranks raise SystemExit.
 
     These side effects stay after the block: the current CUDA device, torch's number of threads and
     glibc's settings for freed memory (on a CPU), and, if all ranks are on one Linux machine, the
@@ -183,26 +182,26 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     # A program can use process_group several times. Each group needs its own keys in the store.
     # Each rank counts its groups, so all ranks get the same number for the same group.
     store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
-    exit_request = None
+    exit_request, block_ended, main = None, threading.Event(), threading.get_ident()
     try:
         chosen = _select_device(device, env)
-        store.set(f"state of {env.rank}", '[0, "the start"]')  # see _watch_ranks
         cuda = chosen.type == "cuda"
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=store,
-            rank=env.rank,
-            world_size=env.world_size,
-            # _watch_ranks ends the process earlier, unless a rank compiles or the store is silent.
-            timeout=timedelta(seconds=2 * timeout),
-            device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
-        )
-        block_ended, main = threading.Event(), threading.get_ident()
+        store.set(f"state of {env.rank}", '[0, "the start"]')  # see _watch_ranks
         # The watcher has its own connection, because a request of the main thread may block the
         # first one.
         connection = store.clone()  # type: ignore[attr-defined]
-        watcher = _in_thread(lambda: _watch_ranks(env, connection, timeout, main, block_ended))
+        watch = functools.partial(_watch_ranks, env, connection, timeout, cuda, main, block_ended)
+        watcher = _in_thread(watch)
         try:
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                store=store,
+                rank=env.rank,
+                world_size=env.world_size,
+                # _watch_ranks ends the process before, unless a rank compiles or the store hangs.
+                timeout=timedelta(seconds=2 * timeout),
+                device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
+            )
             yield World(*env[:4], chosen)
         except SystemExit as error:
             if error.code:
@@ -375,25 +374,30 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> Non
 
 
 def _watch_ranks(
-    env: LaunchEnv, store: dist.Store, timeout: float, main: int, block_ended: threading.Event
+    env: LaunchEnv,
+    store: dist.Store,
+    timeout: float,
+    cuda: bool,
+    main: int,
+    block_ended: threading.Event,
 ) -> None:
-    """End this process with exit code 1 when a collective has waited for `timeout` seconds.
+    """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
     process_group starts this function in a thread of each rank. The function returns when the event
-    `block_ended` is set. main: identifier of the thread that trains. That thread cannot raise an
-    exception while it waits in a collective, and NCCL would end the process without saying which
-    rank waits where.
+    `block_ended` is set. cuda: whether the backend is NCCL. main: identifier of the thread that
+    trains. That thread cannot raise an exception while it waits in a collective, and NCCL would end
+    the process without saying which rank waits where.
 
     20 times per timeout, each rank adds 1 to a counter in the store, the same for all ranks, and
     writes its state there: the value of the counter (an old state has a low one), and the line
     where its program is. A rank that runs torch.compile also stores the value of the counter under
-    one key for all ranks. A rank is stuck if torch's flight recorder says 20 times in a row that
-    the same collective has started and has not ended, and if no rank runs torch.compile or did so
-    in about the last three intervals. A stuck rank ends. The first one reads all states and prints
-    where each rank is. After any report, a rank that is in no collective ends too, if it starts
-    none in 20 intervals.
+    one key for all ranks. A rank is stuck if 20 times in a row the group is still being made, or
+    torch's flight recorder says that the same collective has started and has not ended, and if no
+    rank runs torch.compile or did so in about the last three intervals. A stuck rank ends. The
+    first one reads all states and prints where each rank is. After any report, a rank that is in no
+    collective ends too, if it starts none in 20 intervals.
     """
-    recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+    recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.world_size)]
     before = None  # the numbers of the collectives, one interval ago
@@ -401,17 +405,19 @@ def _watch_ranks(
     while not block_ended.wait(timeout / 20):
         # traceback.extract_stack would read source files, which can be on storage that hangs.
         stacks = {
-            id: [(f.f_code.co_filename, n) for f, n in traceback.walk_stack(frame)]
-            for id, frame in sys._current_frames().items()
+            id: [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(top)]
+            for id, top in sys._current_frames().items()
         }
         program = (
-            f"{Path(f).name}:{n}" for f, n in stacks[main] if not f.startswith(LIBRARY_PATHS)
+            f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARY_PATHS)
         )
-        compiles = bool(re.search("_dynamo/convert_frame|_inductor/compile_fx", f"{stacks}"))
+        # "<module>" would mean that the module is only being imported.
+        compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
+        compiles = bool(re.search(compiler, f"{stacks}"))
         # False: without the list of collectives; the status of the groups is always there.
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
-        waiting = any(started != ended for started, ended in numbers)
+        waiting = any(a != b for a, b in numbers) or not dist.is_initialized()
         count, compiling = 0, False
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)

@@ -7,6 +7,7 @@ as one rank, and `python -m test_ddp_setup spawn NAME ARGUMENTS` runs it on two 
 import ipaddress
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ WAITING = (
     "in different lines",
     "rank 1 works",
     "rank 1 is stopped in a compilation",
+    "rank 1 is stopped while the group is made",
+    "rank 1 imports the compiler",
     "nobody waits",
     "in a group of their own",
     "rank 1 compiles",
@@ -141,6 +144,12 @@ def kill_rank_1_while_rank_0_computes() -> None:
         raise RuntimeError("rank 0 is still running")
 
 
+def run_in(expression: str, file: str, in_function: bool) -> None:
+    """Evaluate an expression as code of torch/FILE.py, in a function or while it is imported."""
+    code = f"def f():\n    {expression}\nf()" if in_function else expression
+    exec(compile(code, f"/torch/{file}.py", "exec"), {"os": os, "signal": signal, "time": time})
+
+
 def wait_for_one_another(kind: str) -> None:
     """Do what `kind` says; at the end, both ranks meet in a barrier.
 
@@ -154,7 +163,13 @@ def wait_for_one_another(kind: str) -> None:
         torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
     init = dist.init_process_group
     hour = {} if "compiles" in kind else {"timeout": timedelta(hours=1)}
-    dist.init_process_group = lambda *args, **kwargs: init(*args, **{**kwargs, **hour})
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if kind == "rank 1 is stopped while the group is made" and kwargs["rank"] == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        init(*args, **{**kwargs, **hour})  # here the group is made
+
+    dist.init_process_group = init_process_group
     connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
     ddp_setup._connect_to_store = lambda env, _: connect(env, 60)
     with ddp_setup.process_group("cpu", timeout=4) as world:
@@ -175,11 +190,12 @@ def wait_for_one_another(kind: str) -> None:
                 for _ in range(50):
                     dist.all_reduce(torch.ones(1), group=group)
         if kind == "rank 1 is stopped in a compilation" and world.rank == 1:
-            stop = "import os, signal, time\ntime.sleep(1)\nos.kill(os.getpid(), signal.SIGSTOP)"
-            exec(compile(stop, "/torch/_dynamo/convert_frame.py", "exec"))
-        if "compiles" in kind and world.rank == 1:
+            stop = "time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP)"
+            run_in(stop, "_dynamo/convert_frame", in_function=True)
+        if "compile" in kind and world.rank == 1:
             file = "_inductor/compile_fx" if "kernels" in kind else "_dynamo/convert_frame"
-            exec(compile("import time\ntime.sleep(5)", f"/torch/{file}.py", "exec"))
+            compiles = "compiles" in kind
+            run_in(f"time.sleep({5 if compiles else 60})", file, in_function=compiles)
         if kind in ("rank 0 has left", "rank 1 has left"):
             if str(world.rank) not in kind:
                 time.sleep(9)
@@ -710,6 +726,19 @@ def test_a_rank_that_was_stopped_in_a_compilation_does_not_keep_the_others_waiti
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
     ]
+
+
+def test_a_rank_that_is_stopped_while_the_group_is_made_is_named(runs):
+    ended = runs("rank 1 is stopped while the group is made")
+    waits = line_of("init(*args, **{**kwargs, **hour})")
+    assert ended.codes == [1] and ended.lines() == [
+        f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
+    ]
+
+
+def test_importing_the_compiler_does_not_count_as_compiling(runs):
+    [line] = runs("rank 1 imports the compiler").lines()
+    assert re.match("Error: no progress for 4 s: rank 0 at .*, rank 1 at ", line)
 
 
 def test_a_rank_that_is_in_no_collective_ends_after_the_report_without_a_launcher(runs):
