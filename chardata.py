@@ -3,10 +3,10 @@
     corpus = read(list_files("data/*.txt"), "char")
     train, val = split(corpus.tokens, 0.1)
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
-    verify_unchanged(corpus)  # call it again before each save and at the end
+    verify_unchanged(corpus)  # for mapped files; call it again before each save and at the end
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        # count: targets in the batches of all ranks together. It is 0 if this rank has no window:
-        # micro_batches is then a substitute, which must have the weight 0.
+        # count: number of targets in the global batch. A rank that has no window gets 0 instead:
+        # its micro_batches are a substitute, which must have the weight 0.
         weight = 1 / count if count else 0
         for x, y in micro_batches:  # this rank's part of a global batch; both (B, 256) int64
             (weight * loss_sum(model, x, y)).backward()
@@ -59,7 +59,7 @@ class Corpus(NamedTuple):
     kind: str  # "char", "byte" or "ids" (ids from a token file, whose text is not known)
     chars: str  # kind "char": id i is the character chars[i]. Other kinds: ""
     digest: str  # digest(tokens, chars)
-    stamps: tuple[Stamp, ...]  # of each memory-mapped file, for verify_unchanged()
+    stamps: tuple[Stamp, ...]  # of each file, for verify_unchanged(); kind "char": none
 
 
 class BatchPlan(NamedTuple):
@@ -174,8 +174,8 @@ def _map_file(name: str) -> np.ndarray:
         # np.resize gives three numbers, even if the file has fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
         # llm.c's header is 256 int32: this number, the version, the number of tokens, then zeros.
-        # A file without a header does not begin with this number by accident: its first uint16
-        # would be 55432, which is not an id of GPT-2.
+        # A GPT-2 file without a header cannot begin with this number: its first uint16 would be
+        # 55432, which is not an id of GPT-2. With a larger vocabulary, two ids would have to agree.
         if magic == 20240520:
             start = 1024
         else:  # No header: only an odd number of bytes is an error.
@@ -194,7 +194,7 @@ def _stamp(name: str) -> Stamp:
 
 
 def verify_unchanged(corpus: Corpus) -> None:
-    """Raise OSError with the name of a memory-mapped file that changed or is gone since read().
+    """Raise OSError with the name of a file that changed or is gone since read().
 
     Files of kind "char" are not checked, because read() has copied them into memory.
 
@@ -223,7 +223,8 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     that large files take little time, only 16 blocks of an array are read, evenly spaced from its
     first byte to its last; a change between these blocks is not noticed. An array that is shorter
     than 16 blocks is read whole. A block is 1 MiB if all arrays together have at most 256 MiB;
-    otherwise 16 MiB divided by the number of arrays, but at least 4 KiB and at most 1 MiB.
+    otherwise 16 MiB divided by the number of arrays, but at least 4 KiB and at most 1 MiB. So the
+    blocks of up to 4,096 arrays have at most 256 MiB together.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -254,7 +255,8 @@ def characters(texts: Sequence[str]) -> str:
 
 
 def _code_points(text: str) -> Iterator[np.ndarray]:
-    # + 1: an empty text must give one (empty) array, because np.concatenate needs at least one.
+    # + 1: an empty text must give one (empty) array, because encode() concatenates them, and
+    # np.concatenate needs at least one.
     for start in range(0, len(text) + 1, MIB):
         yield np.frombuffer(text[start : start + MIB].encode("utf-32-le"), np.uint32)
 
@@ -325,9 +327,8 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The inputs of the windows lie end to end. Up to (n - 1) // block_size windows would fit. This is
-    often one more than the result: one window is left out, so that each epoch can begin at another
-    position (see steps). Raises ValueError if n <= block_size.
+    The inputs of the windows lie end to end. One window fewer is used than would fit, so that each
+    epoch can begin at another position (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
@@ -354,9 +355,10 @@ def steps(
 ) -> Iterator[tuple[list[Batch], int]]:
     """Yield (micro-batches of this rank, count) for step `start` and all later steps, without end.
 
-    Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. `count` is
-    the number of targets in the whole global batch, over all ranks: divide the sum of the losses by
-    it. On a rank without windows in this step, `count` is 0 (see below).
+    Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. They are
+    views of the same memory: flatten them with reshape, because view fails, and do not change them.
+    `count` is the number of targets in the whole global batch, over all ranks: divide the sum of
+    the losses by it. On a rank without windows in this step, `count` is 0 (see below).
 
     The ranks divide the windows of a global batch in order, as evenly as possible. A rank divides
     its windows into min(accum, number of its windows) micro-batches, as evenly as possible. So two
@@ -400,10 +402,11 @@ def steps(
     ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # `group`: the numbers of the G steps that are read at once, (G, 1). All these steps have
-        # equally many windows: the last step of an epoch, which can have fewer, is read alone.
-        whole_steps = epoch_windows // batch_size - first_step
-        group = first_step + np.arange(max(1, min(ahead, whole_steps)))[:, None]
+        # `group`: the numbers, in this epoch, of the G steps that are read at once, (G, 1). All
+        # these steps have equally many windows: the last step of an epoch, which can have fewer, is
+        # read alone, when there are 0 whole steps left.
+        whole_steps_left = epoch_windows // batch_size - first_step
+        group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
         order = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
@@ -428,12 +431,13 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     is used, so plan.seed has no effect.
 
     Each batch is (x, y), both (B, T) int64 on the CPU, where T = plan.block_size and B is at most
-    plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) Each
-    rank gets as few batches as this limit allows, and B is as small as possible for this number of
-    batches. The ranks take the batches in turn. If T does not divide n - 1, the last batch is one
-    window that is shorter than T. The numbers of batches of two ranks differ by at most one, and a
-    rank can have none. So a collective for each batch can hang, unless ranks that have no batch
-    left take part in it too.
+    plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) The
+    whole windows are divided into batches so that no rank gets more of them than this limit
+    requires, and B is then as small as possible, so that the ranks have about the same work. If T
+    does not divide n - 1, one more batch follows: one window that is shorter than T. The ranks take
+    the batches in turn. The numbers of batches of two ranks differ by at most one, and a rank can
+    have none. So a collective for each batch can hang, unless ranks that have no batch left take
+    part in it too.
 
     Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """
@@ -441,10 +445,10 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
     whole = windows * block_size  # targets in whole windows
-    # Batch k has the targets at positions edges[k] + 1 to edges[k + 1]. If T does not divide the
-    # number of targets, the last batch is a shorter window. (max: there may be no whole window.)
-    batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
-    targets_per_batch = max(1, math.ceil(windows / batches) * block_size)
+    # Batch k has the targets at positions edges[k] + 1 to edges[k + 1]. (max: there may be no whole
+    # window.)
+    max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
+    targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
     edges = sorted({*range(0, whole, targets_per_batch), whole, targets})
     for begin, end in [*pairwise(edges)][rank::world_size]:
         row = _check_ids(np.concatenate(_slice(tokens, begin, end + 1)), vocab)

@@ -1,7 +1,7 @@
 """Write the state of a training to a durable file and read it back. Any model, any optimizers.
 
     state = snapshot(model, optimizers, note="anything")        # on every rank
-    if rank == 0:
+    if rank == 0:    # lock() keeps other runs out of the folder
         save("out", state, step=400, loss=1.8812, keep=3)
 
     found = newest("out")[0] if rank == 0 else None
@@ -27,7 +27,7 @@ extras/sharded.py writes, reads and deletes. This module only lists it and can r
 Every rank must call snapshot() and restore_(). All other functions are for one process, usually
 rank 0. They may run in a thread: ThreadPoolExecutor(1).submit(save, ...) saves during training.
 Folders are local paths; for URLs see extras/remote.py. Functions that use files raise OSError if
-the file system fails.
+the file system fails, unless they say something else.
 """
 
 import copy
@@ -89,8 +89,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     and the optimizers. On these ranks the result is not a checkpoint; do not save it. The copies
     share no memory with the model and the optimizers, so training can continue at once. The values
     of `more` are passed on without a copy: do not change them before save() has ended. Names are
-    those of the bare model, without the prefixes that DDP and torch.compile add. An optimizer that
-    has not taken a step becomes {}.
+    those of the bare model, without the prefixes that DDP and torch.compile add. An optimizer
+    without state becomes {} (before its first step, or SGD without momentum).
     """
     dcp = _state_dict_functions()
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -104,12 +104,13 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             for optimizer in optimizers
         ],
     }
-    # Tensors that torch gathered or moved to the CPU are copies already. Only tensors that share
-    # memory with the training (their address is in `live`) must be copied. deepcopy returns
-    # memo[id(t)] in place of a copy of t; here that is t itself.
-    live = {t.data_ptr() for t in _tensors([model.state_dict(), [o.state for o in optimizers]])}
-    copies = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
-    return {**copy.deepcopy(state, memo=copies), **more}
+    # A tensor of `state` whose address is not in `live` is a copy already: torch has gathered it or
+    # moved it to the CPU. deepcopy uses it as it is, because deepcopy takes memo[id(t)] as the copy
+    # of t. It copies the others, which share memory with the training.
+    used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
+    live = {t.data_ptr() for t in _tensors(used)}
+    already_copied = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
+    return {**copy.deepcopy(state, memo=already_copied), **more}
 
 
 def _state_dict_functions() -> Any:
@@ -153,7 +154,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     if not state:
         return
     dcp = _state_dict_functions()
-    # This does not gather the weights; the shape of a DTensor is that of the whole tensor.
+    # Without options, get_model_state_dict does not gather the weights. That is enough here,
+    # because a DTensor has the shape of the whole tensor.
     _check_same(state["model"], dcp.get_model_state_dict(model))
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
@@ -174,6 +176,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
             optimizer.param_groups = own
             # Delete moments that torch made for parameters that have none in the checkpoint.
+            # groups has the names of the parameters of own, in the same order.
             for own_group, group in zip(own, groups):
                 for parameter, name in zip(own_group["params"], group["params"]):
                     if not old["state"].get(name):
@@ -238,8 +241,9 @@ def save(
     with _temporary_file(folder) as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # its context is the cause, for example a full disk
-            raise error.__context__ or error
+        except RuntimeError as error:
+            # After an OSError, for example of a full disk, torch.save raises this when it closes.
+            raise error.__context__ if isinstance(error.__context__, OSError) else error
         file.flush()
         # ValueError for types that load() refuses. The device "meta" leaves out the tensors'
         # content.
@@ -279,7 +283,9 @@ def _read_state(path: str | Path, device: str) -> Any:
     except Exception as error:
         # OSError with EINVAL means a truncated file, not a disk that failed.
         disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
-        if disk_failed or "memory" in repr(error):  # the file may be good
+        # torch's allocator raises RuntimeError, Python raises MemoryError.
+        no_memory = isinstance(error, (RuntimeError, MemoryError)) and "emory" in repr(error)
+        if disk_failed or no_memory:  # the file may be good
             raise
         reason = f"torch.load(weights_only=True) raised {type(error).__name__}"
         raise ValueError(f"not a checkpoint: {reason}") from error
@@ -335,8 +341,8 @@ def newest(
     for example NotImplementedError if it meets a sharded checkpoint before a good one.
     (None, []) means that there are no checkpoints. ValueError if there are some but none verifies.
 
-    load, list_checkpoints: the functions of this file. extras/remote.py and extras/sharded.py pass
-        their own.
+    load, list_checkpoints: by default the functions of this file. extras/remote.py and
+        extras/sharded.py pass their own.
     """
     rejected: list[str] = []
     for entry in reversed(list_checkpoints(folder)):
@@ -366,9 +372,10 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 
 
 def prune(folder: str, keep: int) -> None:
-    """Call remove() for the superseded checkpoints: see superseded().
+    """Delete the files of the superseded checkpoints: see superseded().
 
-    Temporary files stay, because another process may be writing them.
+    A sharded checkpoint is not deleted but renamed: see remove(). Temporary files stay, because
+    another process may be writing them.
     """
     for entry in superseded(list_checkpoints(folder), keep):
         remove(folder, entry.name)
@@ -377,8 +384,9 @@ def prune(folder: str, keep: int) -> None:
 def remove(folder: str, name: str) -> None:
     """Delete the file of a checkpoint. A missing file is no error.
 
-    A folder, such as a sharded checkpoint, is not deleted: set_aside() adds ".damaged" to its name,
-    even if it is intact. extras/sharded.py has a function that deletes it.
+    A folder, such as a sharded checkpoint, is not deleted, because this module cannot delete it in
+    a way that survives a power failure: extras/sharded.py can. Here set_aside() adds ".damaged" to
+    its name, even if it is intact, and it keeps its place on the disk.
     """
     path = Path(folder, name)
     if path.is_dir():
@@ -399,10 +407,10 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     Otherwise lock() in another process deletes the file that save() is writing.
 
     Keep the result: the lock is released when the result is closed or garbage collected, and when
-    the process ends in any way; if it has forked, its children must end too. Returns None and
-    deletes nothing if the system (Windows) or the file system has no locks. ValueError, with host,
-    pid and time of locking, if another process still has the lock after `timeout` seconds: a killed
-    process may need a moment to end.
+    the process ends in any way. A forked child, such as a worker of a DataLoader, keeps the lock
+    too, until it ends. Returns None and deletes nothing if the system (Windows) or the file system
+    has no locks. ValueError, with host, pid and time of locking, if another process still has the
+    lock after `timeout` seconds: a killed process may need a moment to end.
 
     This is flock instead of the package filelock. If the file system refuses locks, old versions of
     filelock wait for ever, and newer versions use a lock that stays when a process on another host

@@ -131,14 +131,14 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         later. A rank that waits longer ends with exit code 1, without an exception, at most 10 %
         after the timeout. One of these ranks prints a line that says where in the program each rank
         is, or that it does not answer. The time in which a rank runs torch.compile does not count.
-        If that time is long, or if the store hangs, the collective fails after twice the timeout
-        instead. Use wait_together for work that may take longer than `timeout` while other ranks
-        wait.
+        If that time is long, or if the store hangs, the collective fails after twice the timeout:
+        gloo raises an error, and NCCL ends the process. Use wait_together for work that may take
+        longer than `timeout` while other ranks wait.
 
-    If an exception leaves the block, this function does not destroy the group, because that could
-    wait for a rank that is dead. A program that then wants to use process_group again must call
-    torch.distributed.destroy_process_group() before. The exception that the caller sees depends on
-    the rank:
+    If an exception other than SystemExit leaves the block, this function does not destroy the
+    group, because that could wait for a rank that is dead. A program that then wants to use
+    process_group again must call torch.distributed.destroy_process_group() before. The exception
+    that the caller sees depends on the rank:
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (for example, it was killed), one of the other ranks
       raises ConnectionError, which names the lost rank. With NCCL, the other ranks may not notice
@@ -152,14 +152,15 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     process ends.
 
     sys.exit() and sys.exit(0) inside the block destroy the group and then end the program; if the
-    other ranks still use the group, this rank is lost for them. After sys.exit() with another code
-    or KeyboardInterrupt, the exception passes unchanged and the group is not destroyed. For the
-    other ranks it is as if this rank was killed (see above). If all ranks exit in this way at the
-    same point of the program, no rank waits for another, and no error is reported.
+    other ranks still use the group, this rank is lost for them. KeyboardInterrupt, and sys.exit()
+    with another code, pass unchanged, and the group is not destroyed. For the other ranks it is as
+    if this rank was killed (see above). If all ranks end with such a code at the same point of the
+    program, no rank waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
-    ConnectionError if not all ranks connect within `timeout`. If the device of a rank is not
-    available, the first such rank raises ValueError, and all other ranks raise SystemExit.
+    ConnectionError if not all ranks connect within `timeout`. If the device of some ranks is not
+    available, the first of them raises ValueError, and the others of them raise SystemExit. Ranks
+    that have their device wait for the group until the launcher or `timeout` ends them.
 
     These side effects stay after the block: the current CUDA device, torch's number of threads and
     glibc's settings for freed memory (on a CPU), and, if all ranks are on one Linux machine, the
@@ -186,7 +187,6 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     try:
         chosen = _select_device(device, env)
         cuda = chosen.type == "cuda"
-        store.set(f"state of {env.rank}", '[0, "the start"]')  # see _watch_ranks
         # The watcher has its own connection, because a request of the main thread may block the
         # first one.
         connection = store.clone()  # type: ignore[attr-defined]
@@ -391,11 +391,13 @@ def _watch_ranks(
     20 times per timeout, each rank adds 1 to a counter in the store, the same for all ranks, and
     writes its state there: the value of the counter (an old state has a low one), and the line
     where its program is. A rank that runs torch.compile also stores the value of the counter under
-    one key for all ranks. A rank is stuck if 20 times in a row the group is still being made, or
-    torch's flight recorder says that the same collective has started and has not ended, and if no
-    rank runs torch.compile or did so in about the last three intervals. A stuck rank ends. The
-    first one reads all states and prints where each rank is. After any report, a rank that is in no
-    collective ends too, if it starts none in 20 intervals.
+    one key for all ranks. In an interval, a rank is stuck if both are true:
+    - the group is still being made; or torch's flight recorder says that a collective has started
+      and has not ended, and that no collective has started or ended since the last interval;
+    - no rank has run torch.compile in about the last three intervals.
+    A rank that is stuck 20 times in a row ends. The first one reads all states and prints where
+    each rank is. After any report, a rank that is in no collective counts as stuck too, until it
+    starts one: otherwise a rank that hangs elsewhere would stay after all others have ended.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
@@ -414,7 +416,7 @@ def _watch_ranks(
         # "<module>" would mean that the module is only being imported.
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
-        # False: without the list of collectives; the status of the groups is always there.
+        # The arguments leave out the list of collectives; the status of the groups is always there.
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
         waiting = any(a != b for a, b in numbers) or not dist.is_initialized()
@@ -426,7 +428,6 @@ def _watch_ranks(
                 store.set("compiled at", f"{count}")
             # In one interval, the ranks together add at most env.world_size. add(key, 0) reads.
             compiling = store.add("compiled at", 0) > max(0, count - 3 * env.world_size)
-            # When an error was reported, a rank that is in no collective counts as waiting too.
             waiting = waiting or store.add("reported", 0) > 0
         stuck = waiting and numbers == before and not compiling
         counts = [*counts, count] if stuck else []
@@ -437,7 +438,8 @@ def _watch_ranks(
         with suppress(dist.DistError):
             if store.add("reported", 1) > 1:
                 os._exit(1)
-            states = [json.loads(state) for state in store.multi_get(keys)]
+            # compare_set with "" returns the value of the key, or sets it if there is none.
+            states = [json.loads(store.compare_set(key, "", '[0, ""]')) for key in keys]
             ranks = [  # A rank that has written nothing for three intervals does not answer.
                 f"rank {rank} at {line}" if written > counts[-4] else f"no answer from rank {rank}"
                 for rank, (written, line) in enumerate(states)
@@ -490,7 +492,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     if not (replica.find_unused_parameters or replica.static_graph):
         # DDP divides the gradients into buckets anew after its first backward pass. The buckets
         # decide in which order the gradients of three or more ranks are added. So the first step of
-        # a resumed run would round differently. Make that pass here, with gradients of zero.
+        # a resumed run would not round like the same step of a run that was never stopped. Make
+        # that pass here, with gradients of zero.
         replica.reducer.prepare_for_backward([])
         torch.stack([0.0 * p.sum() for p in model.parameters() if p.requires_grad]).sum().backward()
         model.zero_grad()
@@ -512,10 +515,10 @@ def any_rank(flag: bool, world: World) -> bool:
 def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
-    All ranks must call this function, each with its own `call`. If calls raise ValueError or
-    OSError, all ranks raise the error of the lowest such rank; errors must be picklable. If not,
-    any other exception is raised only on its own rank. On the other ranks wait_together returns;
-    they fail in their next collective, as process_group describes.
+    All ranks must call this function, each with its own `call`. If some calls raise ValueError or
+    OSError, all ranks raise the error of the lowest of these ranks; it must be picklable. If no
+    call raises one of these two, another exception is raised only on its own rank. On the other
+    ranks wait_together returns; they fail in their next collective, as process_group describes.
 
     Use this function for work that may take longer than the timeout of process_group, such as
     reading from slow storage: here the timeout does not apply. If a rank dies, the others fail as
@@ -562,16 +565,17 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     The signals no longer interrupt the program. Call the yielded function once per step, together
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
     SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
-    handles signals only when the call returns. The signals would end the workers of a DataLoader:
-    block the signals while the workers start, as extras/tutorial/stream.py does.
+    handles signals only when the call returns. A worker process of a DataLoader does not keep the
+    handlers, so Ctrl-C would end it: block the signals with signal.pthread_sigmask while the
+    workers start, as extras/tutorial/stream.py does.
 
     notice: a line for the user, because the end of a step can take a while. Rank 0 prints it on
         stderr when it receives the first SIGINT, if stderr is a terminal.
 
-    A signal that was blocked (signal.pthread_sigmask) before the `with` block is delivered when the
-    block begins. When the block ends, the previous handlers are restored, but the signals stay
-    unblocked, even if they were blocked before. Only the main thread can use this function. On
-    Windows, no signal that another process sends can be caught.
+    A signal that arrived before, while it was blocked (signal.pthread_sigmask), is delivered when
+    the `with` block begins. When the block ends, the previous handlers are restored, but the
+    signals stay unblocked, even if they were blocked before. Only the main thread can use this
+    function. On Windows, no signal that another process sends can be caught.
     """
     received = list[int]()
 

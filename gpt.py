@@ -114,6 +114,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     # For short sequences in bfloat16 on a CPU, the backward pass of the fused kernel takes up to
     # ten times as long as that of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
+    # For 1 < T < S, is_causal would mean the first T positions, not the last.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
@@ -162,8 +163,8 @@ class GPT(nn.Module):
         super().__init__()
         arch, width = ARCHS[config.arch], config.embd
         self.config, self.checkpoint_activations = config, checkpoint_activations
-        # nn.Embedding(V, C) would draw weights. On the device "meta", torch first imports modules
-        # for that, which takes one second.
+        # nn.Embedding(V, C) would call normal_. On the device "meta", the first call of normal_
+        # imports modules, which takes one second. (nn.Linear calls uniform_, which does not.)
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
@@ -188,7 +189,7 @@ class GPT(nn.Module):
         caches: for sampling, (layers, 2, B, H, S, D): the keys and values of S positions. The first
             S - T positions hold those of earlier tokens. Those of `tokens` are written to the last
             T. Each token attends to all positions up to its own. Pass caches only in evaluation
-            mode: they are ignored if activations are checkpointed in training.
+            mode: blocks whose activations are checkpointed in training do not use them.
         start: position of the first token; S - T with caches. With learned positions, start + T
             must be at most block_size. With rotary positions, sequences may be longer.
         """
@@ -226,8 +227,9 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -
     """
 
     def part(x: Tensor, targets: Tensor) -> Tensor:
-        # Autocast caches the bfloat16 copy of a leaf tensor, but not that of a view. If all parts
-        # used one copy, their gradients would be added up in bfloat16.
+        # Autocast caches the bfloat16 copy of a leaf tensor, but not that of a view. So each part
+        # gets its own copy, and the gradients of the parts are added up in float32. With one copy
+        # for all parts they would be added up in bfloat16.
         logits = F.linear(x, weight.view_as(weight))
         return F.cross_entropy(logits.float(), targets, reduction="sum")
 
@@ -306,9 +308,11 @@ def compile_(model: GPT) -> None:
 
     Each block is compiled alone. So in the backward pass, DistributedDataParallel can send the
     gradients of one block while those of the block before it are computed. As all blocks have the
-    same code and shapes, the graph of the first block is used for all of them. The loss is not
-    compiled: with large vocabularies that would give 15 %, but it has more shapes than the eight
-    that torch compiles for a function. A resumed run could compile other ones and differ.
+    same code and shapes, the graph of the first block is used for all of them.
+
+    The loss is not compiled, although with a large vocabulary that would make a step 15 % faster:
+    `cross_entropy` also sees the shapes of its parts, and torch compiles a function for at most
+    eight shapes. Which eight these are would depend on their order, so a resumed run could differ.
     """
     for block in model.blocks:
         # With dynamic shapes, torch would compile a general graph when it sees a second shape. This
@@ -390,7 +394,7 @@ def sample(
             context, start = torch.cat((context, tokens[:, None]), 1), end
             yield tokens
             if end == config.block_size:
-                context, start = context[:, end // -2 :], 0
+                context, start = context[:, end // -2 :], 0  # the last ceil(block_size / 2) tokens
     finally:
         model.train(training)
 

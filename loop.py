@@ -56,7 +56,7 @@ class Report:
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient of the global batch, before clipping
     lr: float  # learning rate of the first parameter group of the first optimizer
-    count: Tensor  # sum over all ranks of what the loss function counted in this step
+    count: Tensor  # what the loss function counted in this step, on all ranks that declared a count
     # number of steps since the start of train_ that were skipped, because the loss or the gradient
     # was not finite
     skipped: Tensor
@@ -96,16 +96,17 @@ def train_(
         the same number of steps; their numbers of micro-batches may differ. A rank without data in
         a step passes any micro-batch, and 0 in place of the count of the global batch. The 0 means
         that this rank's micro-batches have the weight 0: they are computed, but have no influence
-        on gradients and losses. Their loss must be finite, because 0 * NaN is NaN. (BatchNorm
-        statistics do change. A parameter that only such micro-batches use gets the gradient 0
-        instead of None.)
+        on gradients, losses and counts. The count of the global batch does not include them. Their
+        loss must be finite, because 0 * NaN is NaN. (BatchNorm statistics do change. A parameter
+        that only such micro-batches use gets the gradient 0 instead of None.)
     loss_fn: must return a sum, not a mean, and the count of its terms. With class weights, the sum
         of the weights can take the place of the count.
     lr_at: lr_at(step), with step = number of finished steps (`start` in the first), returns a
         factor. The learning rate of each parameter group is set to this factor times the group's
         "initial_lr", which is set to the group's "lr" if it does not exist. With None, learning
         rates are not changed, so a scheduler from torch.optim.lr_scheduler can set them. To resume
-        such a run, load the scheduler's state and set the "lr" of each group to get_last_lr().
+        such a run, load the scheduler's state and set the "lr" of each group to get_last_lr(),
+        because a new scheduler has changed it.
     clip: maximum for the L2 norm of the mean gradient over all parameters of all optimizers.
     dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
@@ -116,9 +117,9 @@ def train_(
         on all.
     patience: if the loss or the gradient norm is not finite, a step changes no weight and no
         optimizer state on any rank, and training continues. (Buffers such as BatchNorm statistics
-        do change.) The patience-th such step in a row raises Diverged and yields no Report; on CUDA
-        this happens one step later. With float16, the steps in which GradScaler finds an overflow
-        count too.
+        do change.) The patience-th such step in a row raises Diverged and yields no Report. On CUDA
+        it still yields its Report, and the step after it raises Diverged. With float16, the steps
+        in which GradScaler finds an overflow count too.
     sync_each: False: only the backward pass of the last micro-batch synchronises gradients; the
         others use model.no_sync(), which DistributedDataParallel has. True: each backward pass
         synchronises, as FSDP needs it. All ranks then need the same number of micro-batches per
@@ -133,15 +134,17 @@ def train_(
     ValueError: the list of micro-batches of a step is empty. It is raised on that rank only.
     ValueError: the loss did not use all parameters, and find_unused_parameters=True was not given
         to DistributedDataParallel, so that gradients are not the mean over the ranks. It is raised
-        before the update, on the ranks where this happened.
+        before the update, on the ranks where this happened. (If an earlier micro-batch of the step
+        did use them, it is torch's RuntimeError.)
 
     On CUDA the host does not wait for the step that it has just queued. It reads the flags of the
     step before: its count, the requests to stop, and the number of bad steps in a row. So
     report.stop is true one step later than on a CPU, and Diverged and the ValueError for the count
     are raised one step later. Their messages name the step that was wrong. Errors of the last step
-    are raised when `steps` ends: a caller that leaves the loop with break never gets them.
-    With an optimizer that is not fused or that has no state, the host waits for the device in each
-    step, because it has to decide whether to skip the update.
+    are raised when `steps` ends: a caller that leaves the loop with break never gets them. A
+    request to stop in the last step is not reported.
+    There is one exception: with an optimizer that is not fused, or that keeps no state, the host
+    does wait for the device in each step, because it has to decide whether to skip the update.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -252,7 +255,7 @@ def _backward_(
         getattr(model, "_check_reducer_finalized", bool)()
     except RuntimeError:
         unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        if not unused:
+        if not unused:  # for example, only an earlier micro-batch used a parameter
             raise
         raise ValueError(
             f"the loss does not use all parameters in each step ({', '.join(unused[:3])}): "
@@ -316,7 +319,8 @@ def evaluate(
     stop: is called once per round. A round is one batch on each rank that still has one, so `stop`
         is also called in rounds without a batch on this rank. If it returns true on any rank, all
         ranks return None. On CUDA they notice one round later.
-    For other metrics, loss_fn can add to a tensor; sum it over the ranks with dist.all_reduce.
+    For other metrics, loss_fn can add its numbers to a tensor of the caller. After evaluate, sum
+    this tensor over the ranks with dist.all_reduce.
     The model is in evaluation mode during the call. Then each submodule returns to its own mode,
     also if an exception is raised.
     """
@@ -334,8 +338,9 @@ def evaluate(
     try:
         for batch in chain(batches, repeat(no_batch)):
             # [number of ranks that have a batch, number of ranks that ask to stop, 0, 0]. The zeros
-            # are padding: no other collective of this file has four numbers. So if only some ranks
-            # evaluate, gloo reports an error and does not add these numbers to other ones.
+            # are padding: no other collective of this file has four numbers. So if some ranks
+            # evaluate while the others train, gloo reports an error instead of adding up numbers of
+            # different meaning. NCCL does not compare the sizes.
             flags = sums.new_zeros(4)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())

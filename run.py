@@ -7,9 +7,9 @@ torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torch
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
 python run.py eval --data other.txt             print the exact loss of that checkpoint on a text
 
-This file composes: `train` is the whole training, in the order in which it happens. The modules
-ddp_setup, chardata, gpt, loop and ckpt do the work and do not import each other. The files in
-extras/ are optional.
+This file puts the modules together: `train` is the whole training, in the order in which it
+happens. The modules ddp_setup, chardata, gpt, loop and ckpt do the work and do not import each
+other. The files in extras/ are optional.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def lazy_import(name: str) -> ModuleType:
 
 
 def extra(name: str) -> ModuleType:
-    """Import and return extras/NAME.py. FileNotFoundError if it or a package is missing."""
+    """Import and return extras/NAME.py. FileNotFoundError if it or a package is missing.
+
+    So usage_errors() shows it as one line, and suppress(FileNotFoundError) makes it optional.
+    """
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
@@ -81,8 +84,9 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
-# What helps, for errors whose traceback matches a pattern. Triton's OutOfMemoryError must not
-# match: it is not about the memory of the device. That of torch contains "out of memory".
+# What helps, for errors whose traceback matches a pattern. "(?<!OutOf)" leaves out Triton's
+# OutOfMemoryError, which is not about the memory of the device. torch's OutOfMemoryError says "out
+# of memory".
 HINTS = {
     "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
     "|failed to map|new thread|(?<!OutOf)MemoryError": (
@@ -188,13 +192,14 @@ class Flags:
     keep: int = option(3, "Newest checkpoints to keep, besides the best one.", COUNT)
 
 
-# These flags define the model, the order of the data and what the validation loss means. They stay
-# the same in a resumed run.
+# These flags define the model, the state of the optimizers, the order of the data and what the
+# validation loss means. A resumed run refuses another value of them.
 PINNED = set(
     "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer "
     "init_from eval_tokens".split()
 )
-# These flags are not saved in a checkpoint: they can be different in a resumed run.
+# These flags are not saved in a checkpoint: a resumed run uses what is given now, or the defaults.
+# It takes all flags that are in neither set from the checkpoint, unless they are given.
 NOT_RESTORED = set(
     "spawn strategy device compile timeout out log_every keep accum checkpoint "
     "checkpoint_activations".split()
@@ -208,7 +213,7 @@ def train(flags: Flags, given: set[str]) -> int:
     """Train until the last step or a stop signal; return the exit code. Every rank runs this.
 
     given: the names of the flags that the user set, on the command line, in the environment or in a
-    file. The other flags are taken from the checkpoint, if there is one.
+    file. The other flags, except NOT_RESTORED, are taken from the checkpoint, if there is one.
     """
     with (
         usage_errors(),  # for errors that process_group itself raises
@@ -221,9 +226,10 @@ def train(flags: Flags, given: set[str]) -> int:
         storage = open_storage(flags.out, sharded)
 
         # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or, with
-        # --init-from, a model at step 0; or {} for a new model. All ranks get its small parts,
-        # `saved`. wait_together calls a function on each rank and returns each rank's own result.
-        # An error on one rank is raised on all.
+        # --init-from, a model at step 0; or {} for a new model. `rejected` has a line for each
+        # damaged checkpoint. All ranks get the small parts of the state, `saved`. wait_together
+        # calls a function on each rank and returns each rank's own result. An error on one rank is
+        # raised on all.
         state, rejected = ddp_setup.wait_together(
             lambda: find_start(flags, storage) if rank0 else ({}, []), world
         )
@@ -260,8 +266,8 @@ def train(flags: Flags, given: set[str]) -> int:
             )
         peak_flops = machine.get("peak_flops", math.nan)
 
-        # The model and its optimizers, with the saved weights and moments.
-        # Without a seed, the weights have no storage yet: shard_ makes them, block by block.
+        # The model and its optimizers, with the saved weights and moments. For zero and fsdp,
+        # gpt.build gets no seed: the weights then have no storage, and shard_ makes them.
         seed = flags.seed if flags.strategy == "ddp" else None
         model = gpt.build(config, seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
@@ -279,6 +285,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 storage.restore_(state, replica, optimizers)  # sends the state of rank 0 to all
             if saved.get("scaler"):  # it is empty after a run in another dtype than float16
                 scaler.load_state_dict(saved["scaler"])
+        del state  # It has the size of the model and its moments.
 
         loss_fn: loop.LossFn = gpt.loss
         steps = chardata.steps(
@@ -311,6 +318,7 @@ def train(flags: Flags, given: set[str]) -> int:
         # The --out folder. Nothing is written to it before this point.
         saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
+        # "data" is the digest of the data. Their path is in "config".
         constants = {"data": corpus.digest, "config": saved_config, "vocabulary": vocabulary}
         prepare = partial(
             prepare_folder, flags.out, storage, start_step, rejected, resolved | machine
@@ -325,8 +333,9 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # The Future of the last save, and the time at which that save should have ended. Before the
-        # first save, and always on ranks that write nothing, a call of bool() stands in for it.
+        # writing: the Future of the last save, and the time at which it should have ended. bool()
+        # returns at once: it is used before the first save, and on ranks that write nothing.
+        # saved_step: the step of the last save that was started.
         pool = ThreadPoolExecutor(1)
         writing, saved_step = (pool.submit(bool), time.monotonic() + flags.timeout), start_step
 
@@ -335,7 +344,7 @@ def train(flags: Flags, given: set[str]) -> int:
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
-        gc.freeze()  # main() has disabled garbage collection. Now collect, but not what exists now.
+        gc.freeze()  # Never collect what exists now. main() has disabled garbage collection.
         gc.enable()
         # The tokens and the time of the last record. The time of evaluations and saves is added to
         # logged_at, so that it does not count for tokens per second.
@@ -364,9 +373,10 @@ def train(flags: Flags, given: set[str]) -> int:
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
                 # A step whose loss or gradient is not finite is saved only at a stop or at the end.
+                # All ranks decide the same, because a report is equal on all ranks.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If an evaluation or a snapshot follows, float() or isfinite() above has waited for
-                # the device. So the time of both, measured from here, contains no training.
+                # If an evaluation or a snapshot follows, rank 0, which logs, has waited for the
+                # device in float() or isfinite(). So the time from here contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -395,13 +405,14 @@ def train(flags: Flags, given: set[str]) -> int:
                         if rank0 or sharded:
                             save = pool.submit(storage.save, flags.out, state, step, val_loss, keep)
                             writing = save, time.monotonic() + flags.timeout
+                        del state  # The save keeps it until it has ended.
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
         except FloatingPointError:  # loop.Diverged, or from extras/replicas.py
             wait_for_saves()  # The state that they save is from before this step, so it is good.
             raise
-        except (ValueError, OSError):
+        except (ValueError, OSError):  # a mistake of the user, for example data that has changed
             wait_for_save(*writing)  # only for this rank's save: other ranks may have no error
             raise
         # The last step has no checkpoint if its save hangs, was left out, or failed.
@@ -464,14 +475,14 @@ def find_start(flags: Flags, storage: ModuleType) -> tuple[State, list[str]]:
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
-    """Return the flags; those that were not given are taken from the checkpoint (see train).
+    """Return the flags. Those that are not given but saved are taken from the checkpoint.
 
     ValueError if a given flag contradicts the checkpoint.
     """
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
         ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
-        # Not for two tokenizer.json: extras/tokenizer.py compares their contents.
+        # Two tokenizer.json may have different paths: extras/tokenizer.py compares the contents.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
             raise ValueError(
@@ -513,7 +524,7 @@ def load_data(
         # If this is an error on some ranks only, process_group ends the others.
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
-        if digest != saved.get("data", digest):  # A model from --init-from has no "data".
+        if digest != saved.get("data", digest):  # A model from --init-from has no digest.
             raise ValueError(f"is not the data of the run in {flags.out}; name another --out")
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
         block_size = flags.block_size
@@ -534,7 +545,9 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    if flags.strategy != "ddp":  # With zero and fsdp, each batch of an evaluation communicates.
+    # With zero and fsdp, each batch of an evaluation communicates. (In training, each micro-batch
+    # does with fsdp only: zero keeps the weights of a step on all ranks until the step ends.)
+    if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
 
@@ -683,7 +696,10 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
 
 @contextmanager
 def usage_errors(subject: str = "") -> Iterator[None]:
-    """Raise click.UsageError, exit code 2, in place of errors about values, files and packages."""
+    """Raise click.UsageError, exit code 2, in place of errors about values, files and packages.
+
+    A ValueError of a bug loses its traceback here too: to debug, leave this out of train().
+    """
     try:
         yield
     except ConnectionError:  # a rank was lost
@@ -718,8 +734,12 @@ def load_model(out: str, device: torch.device) -> tuple[gpt.GPT, State]:
     return model.to(device).eval(), state
 
 
-OUT = click.option("--out", default="out", type=PATH, help="Folder or URL of checkpoints.")
-DEVICE = click.option("--device", default="auto", type=click.Choice(DEVICES), help="Device.")
+OUT = click.option(
+    "--out", envvar="DDPKIT_OUT", default="out", type=PATH, help="Folder or URL of checkpoints."
+)
+DEVICE = click.option(
+    "--device", envvar="DDPKIT_DEVICE", default="auto", type=click.Choice(DEVICES), help="Device."
+)
 
 
 @click.command
@@ -777,7 +797,7 @@ def sample(
 @DEVICE
 @click.option("--data", type=PATH, help="As in training.  [default: its validation data]")
 def evaluate(out: str, device: str, data: str | None) -> None:
-    """Print the exact mean loss of the newest checkpoint over all tokens of a text but the first.
+    """Print the exact mean loss of the newest checkpoint over a text, except its first token.
 
     \b
       python run.py eval --data other.txt
@@ -825,10 +845,13 @@ def train_command(**values: Any) -> None:
     line wins.
     """
     ctx = click.get_current_context()
-    if ctx.invoked_subcommand is not None:
+    source = click.core.ParameterSource
+    sources = {name: ctx.get_parameter_source(name) for name in values}
+    if command := ctx.invoked_subcommand:
+        if source.COMMANDLINE in sources.values():
+            raise click.UsageError(f"give all flags after the name of the command, {command}")
         return
-    default = click.core.ParameterSource.DEFAULT
-    given = {name for name in values if ctx.get_parameter_source(name) is not default}
+    given = {name for name in values if sources[name] is not source.DEFAULT}
     flags = Flags(**values)
     # A stop signal that comes before stop_signals() handles it stays pending until then.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
@@ -837,7 +860,8 @@ def train_command(**values: Any) -> None:
         ctx.exit(train(flags, given))
     if "RANK" in os.environ:
         raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
-    size = flags.spawn or torch.cuda.device_count() or ddp_setup.available_cpus()
+    gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
+    size = flags.spawn or gpus or ddp_setup.available_cpus()
     ctx.exit(ddp_setup.spawn(main, size, train, flags, given, timeout=flags.timeout))
 
 
@@ -861,8 +885,9 @@ cli = click.Group(
     },
 )
 click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)(cli)
-with suppress(FileNotFoundError):  # The folder extras/ is optional.
+with suppress(FileNotFoundError):  # Each file in extras/ is optional.
     extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
+with suppress(FileNotFoundError):
     extra("flags").extend(cli, "DDPKIT")
 
 

@@ -158,6 +158,16 @@ def test_snapshot_shares_no_memory_with_the_training():
     assert len(live) > 10 and len(copies) == len(live) and not live & copies
 
 
+def test_snapshot_copies_a_learning_rate_that_is_a_tensor():
+    model, rate = torch.nn.Linear(2, 2), torch.tensor(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = ckpt.snapshot(model, [optimizer])
+    rate.zero_()
+    assert state["optimizers"][0]["param_groups"][0]["lr"] == 0.5
+
+
 def test_snapshots_do_not_disturb_the_training():
     plain, watched = trained(6), trained(1)
     for step in range(1, 6):
@@ -645,6 +655,15 @@ def test_save_refuses_what_load_would_refuse(folder, extra):
     with pytest.raises(ValueError, match="^not a checkpoint: torch.load"):
         ckpt.save(folder, {**some_state(2), "extra": extra}, 2)
     assert names(folder) == [old.name]
+
+
+class memory_of_something:
+    pass
+
+
+def test_a_type_with_memory_in_its_name_is_not_taken_for_a_lack_of_memory(folder):
+    with pytest.raises(ValueError, match="^not a checkpoint: torch.load"):
+        ckpt.save(folder, {**some_state(1), "extra": memory_of_something}, 1)
 
 
 @pytest.mark.parametrize("state", [{}, {"weights": {}}, {"model": torch.ones(3)}, []])
@@ -1187,6 +1206,33 @@ def test_tensors_that_cannot_be_checked_for_nan_are_refused(tmp_path):
         ):
             ckpt.save(f"{tmp_path}", {"model": {"w": tensor}}, 1)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_python_error_about_memory_does_not_mean_that_a_checkpoint_is_damaged(
+    folder, monkeypatch
+):
+    entry = ckpt.save(folder, some_state(1), 1)
+
+    def load(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(MemoryError):
+        ckpt.load(folder, entry)
+
+
+def test_an_error_of_the_caller_does_not_replace_the_error_of_save(folder):
+    """A save in an `except` block, as programs make it when they end."""
+
+    class Unsaveable:
+        def __reduce__(self) -> tuple:
+            raise RuntimeError("cannot be saved")
+
+    try:
+        raise KeyError("of the caller")
+    except KeyError:
+        with pytest.raises(RuntimeError, match="cannot be saved"):
+            ckpt.save(folder, {**some_state(1), "extra": Unsaveable()}, 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")

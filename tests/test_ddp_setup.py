@@ -45,6 +45,7 @@ WAITING = (
     "rank 1 works",
     "rank 1 is stopped in a compilation",
     "rank 1 is stopped while the group is made",
+    "rank 1 does not join the second group",
     "rank 1 imports the compiler",
     "nobody waits",
     "in a group of their own",
@@ -172,6 +173,11 @@ def wait_for_one_another(kind: str) -> None:
     dist.init_process_group = init_process_group
     connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
     ddp_setup._connect_to_store = lambda env, _: connect(env, 60)
+    if kind == "rank 1 does not join the second group":
+        with ddp_setup.process_group("cpu") as world:
+            dist.barrier()
+        if world.rank == 1:
+            time.sleep(60)
     with ddp_setup.process_group("cpu", timeout=4) as world:
         dist.barrier()
         if world.rank == 1 and kind == "in different lines":
@@ -728,8 +734,11 @@ def test_a_rank_that_was_stopped_in_a_compilation_does_not_keep_the_others_waiti
     ]
 
 
-def test_a_rank_that_is_stopped_while_the_group_is_made_is_named(runs):
-    ended = runs("rank 1 is stopped while the group is made")
+@pytest.mark.parametrize(
+    "run", ["rank 1 is stopped while the group is made", "rank 1 does not join the second group"]
+)
+def test_a_rank_that_is_missing_while_the_group_is_made_is_named(runs, run):
+    ended = runs(run)
     waits = line_of("init(*args, **{**kwargs, **hour})")
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"

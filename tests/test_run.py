@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -50,6 +51,7 @@ from conftest import (
 
 import chardata
 import ckpt
+import ddp_setup
 import gpt
 import run as program_module
 
@@ -535,6 +537,12 @@ def test_a_greedy_sample_begins_with_the_prompt_and_is_reproducible(done):
     assert again.out.startswith(greedy.out[:-1])
 
 
+def test_sample_and_eval_take_the_folder_of_the_training_from_the_environment(tmp_path):
+    for command in ("sample", "eval"):
+        ran = run(command, env={"DDPKIT_OUT": f"{tmp_path}/mine"})
+        assert ran.code == 2 and f"{tmp_path}/mine: there is no checkpoint" in ran.err, ran
+
+
 def test_a_sample_depends_only_on_its_seed(undisturbed):
     ask = ["sample", "--out", undisturbed(1), "--max-new-tokens", 40]
     defaults = ["--prompt", "\n", "--temperature", 0.8, "--top-k", 0]
@@ -709,6 +717,18 @@ def test_help_lists_every_flag_and_does_not_import_torch():
     assert re.search(r"^  eval +Print", ran.out, re.M) and re.search(r"^  sample +", ran.out, re.M)
 
 
+@pytest.mark.parametrize("device, count", [("cpu", ddp_setup.available_cpus()), ("auto", 77)])
+def test_spawn_without_a_number_starts_a_process_per_gpu_or_per_cpu_core(device, count):
+    script = (
+        "import torch, ddp_setup, run\n"
+        "torch.cuda.device_count = lambda: 77\n"
+        "ddp_setup.spawn = lambda main, size, *args, timeout: print(size)\n"
+        f"run.cli.main(['--spawn', '--device', '{device}'], standalone_mode=False)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout == f"{count}\n", ran
+
+
 def test_a_module_that_is_missing_is_named_in_one_line(tmp_path):
     shutil.copy(ROOT / "run.py", tmp_path)
     ran = run("--help", launcher=[sys.executable, str(tmp_path / "run.py")], root=tmp_path)
@@ -815,6 +835,7 @@ CASES = {
     "old flag": Case(["--tokens", "byte"], ["--tokens", "--tokenizer"]),
     "old flag of sample": Case(["--tokens", 9], ["--tokens", "--max-new-tokens"], command="sample"),
     "unknown sub-command": Case(["smaple"], ["smaple"]),
+    "flags before a command": Case(["sample"], ["all flags after", "sample"]),
     "spawn under a launcher": Case(
         ["--spawn", 2], ["--spawn", "launcher"], env={"RANK": "0", "WORLD_SIZE": "2"}
     ),

@@ -72,10 +72,10 @@ class CountingStore(dist.Store):
         self.count(*keys)
         self.store.wait(keys, timeout)
 
-    def multi_get(self, keys):
-        values = self.store.multi_get(keys)
-        self.count(*keys, *values)
-        return values
+    def compare_set(self, key, expected, desired):
+        value = self.store.compare_set(key, expected, desired)
+        self.count(key, value)
+        return value
 
     def multi_set(self, keys, values):
         self.count(*keys, *values)
@@ -86,8 +86,6 @@ def traffic(size, function):
     """Call function(env, store) in a thread per rank; return each rank's requests and bytes."""
     common = dist.HashStore()
     stores = [CountingStore(common) for _ in range(size)]
-    for rank in range(size):
-        common.set(f"state of {rank}", '[0, "the start"]')  # as process_group does
     envs = [ddp_setup.LaunchEnv(rank, rank, size, size) for rank in range(size)]
     calls = [ddp_setup._in_thread(lambda a=a: function(*a)) for a in zip(envs, stores)]
     for call in calls:
@@ -117,7 +115,8 @@ def failure(env, store):
 
 def hang(env, store):
     """What each rank does while all are stuck in a collective, until it ends."""
-    ddp_setup._watch_ranks(env, store, 4, threading.main_thread().ident, threading.Event())
+    main = threading.main_thread().ident
+    ddp_setup._watch_ranks(env, store, 4, False, main, threading.Event())
 
 
 def end_thread(_):
@@ -130,7 +129,6 @@ def traffic_of_hang(size):
     stuck = {"pg_status": {"0": {"last_enqueued_collective": 1, "last_completed_collective": 0}}}
     with ExitStack() as patches:
         for module, name, value in (
-            (dist, "get_backend", lambda: "gloo"),
             (torch._C._distributed_c10d, "_dump_fr_trace_json", lambda *_: json.dumps(stuck)),
             (sys, "_current_frames", lambda: here),
             (os, "_exit", end_thread),
