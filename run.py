@@ -89,7 +89,8 @@ EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a
 # of memory".
 HINTS = {
     "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
-    "|failed to map|new thread|(?<!OutOf)MemoryError": (
+    "|failed to map|new thread|(?<!OutOf)MemoryError"
+    r"|frozen importlib.*\nSystemError": (  # Python had no memory for an import
         "a higher --accum or --checkpoint-activations needs less memory"
     ),
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
