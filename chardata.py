@@ -11,7 +11,8 @@
         for x, y in micro_batches:  # this rank's part of a global batch; both (B, 256) int64
             (weight * loss_sum(model, x, y)).backward()
         ...  # sum the gradients over all ranks and update
-        # DistributedDataParallel does not sum but average: there, use world_size * weight.
+        # DistributedDataParallel does not sum but average: there, use world_size * weight. With
+        # accum > 1, use its no_sync() for all micro-batches of a step but the last.
 
 The words of this file:
 
@@ -55,7 +56,7 @@ class Corpus(NamedTuple):
     """The data as tokens, with everything that is needed to turn token ids into text."""
 
     tokens: tuple[np.ndarray, ...]  # one array per file that is not empty
-    vocab: int  # number of ids. For token files, read() does not check that all ids are below it
+    vocab: int  # number of ids. If it was given for token files, the ids are not checked by read()
     kind: str  # "char", "byte" or "ids" (ids from a token file, whose text is not known)
     chars: str  # kind "char": id i is the character chars[i]. Other kinds: ""
     digest: str  # digest(tokens, chars)
@@ -175,7 +176,7 @@ def _map_file(name: str) -> np.ndarray:
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
         # llm.c's header is 256 int32: this number, the version, the number of tokens, then zeros.
         # A GPT-2 file without a header cannot begin with this number: its first uint16 would be
-        # 55432, which is not an id of GPT-2. With a larger vocabulary, two ids would have to agree.
+        # 55432, which is not an id of GPT-2. With a larger vocabulary, this is only very unlikely.
         if magic == 20240520:
             start = 1024
         else:  # No header: only an odd number of bytes is an error.
@@ -327,8 +328,9 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The inputs of the windows lie end to end. One window fewer is used than would fit, so that each
-    epoch can begin at another position (see steps). Raises ValueError if n <= block_size.
+    The inputs of the windows lie end to end. If there are several windows, at least block_size
+    tokens are not used as inputs, so that each epoch can begin at one of block_size or more
+    positions (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
@@ -386,16 +388,16 @@ def steps(
       offset is only an input, and the token at offset + W * T is only a target. Each token between
       these two is an input once and a target once.
 
-    Raises ValueError, at next() and not at the call, if n <= T, and if a token id is not below
-    plan.vocab. The windows of several steps are read at once, so such an id can be found some steps
-    before the step that would use it.
+    Raises ValueError, at next() and not at the call, if n <= T, and if a window of this rank has an
+    id that is not below plan.vocab; other ranks do not notice that. The windows of several steps
+    are read at once, so such an id can be found some steps before the step that would use it.
     """
     tokens, block_size, batch_size, seed, vocab = plan
     n = num_tokens(tokens)
     epoch_windows = num_windows(n, block_size)
     size = block_size + 1
-    # A view has a row for each position where a window can begin. A shorter array has no view, and
-    # its entry here is not used: _gather reads its tokens from `tokens`.
+    # A view has a row for each position where a window can begin. An array with fewer than `size`
+    # tokens has no view, and its entry here is not used: _gather reads its tokens from `tokens`.
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
     # A call of numpy for few rows is slow. So this rank's windows of `ahead` steps are read at
     # once, about 2**18 tokens.
@@ -431,13 +433,13 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     is used, so plan.seed has no effect.
 
     Each batch is (x, y), both (B, T) int64 on the CPU, where T = plan.block_size and B is at most
-    plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) The
-    whole windows are divided into batches so that no rank gets more of them than this limit
-    requires, and B is then as small as possible, so that the ranks have about the same work. If T
-    does not divide n - 1, one more batch follows: one window that is shorter than T. The ranks take
-    the batches in turn. The numbers of batches of two ranks differ by at most one, and a rank can
-    have none. So a collective for each batch can hang, unless ranks that have no batch left take
-    part in it too.
+    plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) No
+    rank gets more than ceil(whole windows / (plan.batch_size * world_size)) batches of whole
+    windows, and B is as small as this allows, so that the ranks have about the same work. If T does
+    not divide n - 1, one more batch follows: one window that is shorter than T. The ranks take the
+    batches in turn. The numbers of batches of two ranks differ by at most one, and a rank can have
+    none. So a collective for each batch can hang, unless ranks that have no batch left take part in
+    it too.
 
     Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """

@@ -84,9 +84,8 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
-# What helps, for errors whose traceback matches a pattern. "(?<!OutOf)" leaves out Triton's
-# OutOfMemoryError, which is not about the memory of the device. torch's OutOfMemoryError says "out
-# of memory".
+# Pattern in the traceback of an error -> what helps. "(?<!OutOf)" leaves out OutOfMemoryError:
+# that of Triton is not about the memory of the device, and that of torch says "out of memory".
 HINTS = {
     "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
     "|failed to map|new thread|(?<!OutOf)MemoryError"
@@ -146,9 +145,7 @@ class Flags:
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
-    embedding_lr: float = option(
-        2.0, "With muon, the rate of AdamW is this factor times --lr.", POSITIVE
-    )
+    embedding_lr: float = option(2.0, "With muon: AdamW uses --lr times this factor.", POSITIVE)
     momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
     min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
@@ -194,13 +191,13 @@ class Flags:
 
 
 # These flags define the model, the state of the optimizers, the order of the data and what the
-# validation loss means. A resumed run refuses another value of them.
+# validation loss means. A resumed run refuses other values than the saved ones.
 PINNED = set(
     "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer "
     "init_from eval_tokens".split()
 )
 # These flags are not saved in a checkpoint: a resumed run uses what is given now, or the defaults.
-# It takes all flags that are in neither set from the checkpoint, unless they are given.
+# All other flags are taken from the checkpoint, unless they are given.
 NOT_RESTORED = set(
     "spawn strategy device compile timeout out log_every keep accum checkpoint "
     "checkpoint_activations".split()
@@ -220,7 +217,7 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # for errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # for errors of this block, so that process_group sees their exit code, 2
+        usage_errors(),  # for errors of this block: process_group ends all ranks with their code, 2
     ):
         rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
         sharded = flags.checkpoint == "sharded" and world.size > 1
@@ -373,11 +370,12 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite is saved only at a stop or at the end.
-                # All ranks decide the same, because a report is equal on all ranks.
+                # A step whose loss or gradient is not finite changes no weights. Its checkpoint
+                # would push out an older one without progress, so it is written only at a stop or
+                # at the end. A report is equal on all ranks, so all decide the same.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If an evaluation or a snapshot follows, rank 0, which logs, has waited for the
-                # device in float() or isfinite(). So the time from here contains no training.
+                # Before an evaluation or a snapshot, rank 0 has waited for the device in float() or
+                # isfinite(). So the pause, which starts here, contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -413,7 +411,7 @@ def train(flags: Flags, given: set[str]) -> int:
         except FloatingPointError:  # loop.Diverged, or from extras/replicas.py
             wait_for_saves()  # The state that they save is from before this step, so it is good.
             raise
-        except (ValueError, OSError):  # a mistake of the user, for example data that has changed
+        except (ValueError, OSError):  # for example, data that has changed, or a rank that was lost
             wait_for_save(*writing)  # only for this rank's save: other ranks may have no error
             raise
         # The last step has no checkpoint if its save hangs, was left out, or failed.
@@ -546,8 +544,8 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    # With zero and fsdp, each batch of an evaluation communicates. (In training, each micro-batch
-    # does with fsdp only: zero keeps the weights of a step on all ranks until the step ends.)
+    # With zero and fsdp, each batch of an evaluation communicates. (In training, only fsdp
+    # communicates in each micro-batch: zero keeps all weights on all ranks until the step ends.)
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
@@ -699,7 +697,7 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
 def usage_errors(subject: str = "") -> Iterator[None]:
     """Raise click.UsageError, exit code 2, in place of errors about values, files and packages.
 
-    A ValueError of a bug loses its traceback here too: to debug, leave this out of train().
+    A ValueError of a bug loses its traceback here too. To see it, remove usage_errors() in train().
     """
     try:
         yield
