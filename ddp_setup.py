@@ -127,22 +127,25 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         a single process. Rank i of a machine gets GPU i. On a CPU, the ranks of a machine share
         its CPUs: this function sets torch's number of threads. The backend is NCCL for CUDA, else
         gloo.
-    timeout: seconds that all ranks may take to connect, and that a rank may wait for other ranks
-        later. A rank that waits longer ends with exit code 1, without an exception, at most 10 %
-        after the timeout. One of these ranks prints a line that says where in the program each rank
-        is, or that it does not answer. The time in which a rank runs torch.compile does not count.
-        If that time is long, or if the store hangs, the collective fails after twice the timeout:
-        gloo raises an error, and NCCL ends the process. Use wait_together for work that may take
-        longer than `timeout` while other ranks wait.
+    timeout: seconds that all ranks may take to connect (see below), and that a rank may later wait
+        for other ranks. A rank that then waits longer ends with exit code 1, without an exception,
+        at most 10 % after the timeout. One of these ranks prints a line that says where in the
+        program each rank is, or that it does not answer. While a rank runs torch.compile, no rank
+        is ended, and the timeout starts again afterwards. If compiling takes long, or if the store
+        hangs, the collective fails after twice the timeout: gloo raises an error, and NCCL ends the
+        process. Use wait_together for work that may take longer than `timeout` while other ranks
+        wait.
 
-    If an exception other than SystemExit leaves the block, this function does not destroy the
-    group, because that could wait for a rank that is dead. A program that then wants to use
-    process_group again must call torch.distributed.destroy_process_group() before. The exception
-    that the caller sees depends on the rank:
+    If an exception leaves the block (not SystemExit or KeyboardInterrupt, for which see below),
+    this function does not destroy the group, because that could wait for a rank that is dead. A
+    program that then wants to use process_group again must call
+    torch.distributed.destroy_process_group() before. The exception that the caller sees depends on
+    the rank:
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (for example, it was killed), one of the other ranks
-      raises ConnectionError, which names the lost rank. With NCCL, the other ranks may not notice
-      that a rank was lost; then they end as described under `timeout`.
+      raises ConnectionError, which names the lost rank, and any rank that still waits. With NCCL,
+      the other ranks may not notice that a rank was lost; then they end as described under
+      `timeout`.
     - All other ranks raise SystemExit, for which Python prints nothing, because one of the ranks
       listed before reports the error. The exit code of this SystemExit is the attribute `exit_code`
       of the exception that the rank itself had (click's exceptions have one), otherwise 1.
@@ -158,7 +161,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     program, no rank waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
-    ConnectionError if not all ranks connect within `timeout`. If the device of some ranks is not
+    ConnectionError if not all ranks connect within `timeout` (under torchrun, it can take up to
+    three times as long until this is raised). If the device of some ranks is not
     available, the first of them raises ValueError, and the others of them raise SystemExit. Ranks
     that have their device wait for the group until the launcher or `timeout` ends them.
 
@@ -281,10 +285,11 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 def _connect_to_store(env: LaunchEnv, timeout: float) -> dist.Store:
     """Connect to the store of all ranks. All ranks must call this function.
 
-    The connection stays until the process ends. Otherwise rank 0 could end the store after a
-    process group when another rank has already connected for the next one. Under torchrun, the keys
-    get a prefix that is new for each start of the ranks, so that keys of an earlier start are not
-    read. Raises ConnectionError if not all ranks connect within `timeout` seconds.
+    functools.cache keeps the connection until the process ends. Otherwise rank 0 could end the
+    store after a process group when another rank has already connected for the next one. Under
+    torchrun, the keys get a prefix that is new for each start of the ranks, so that keys of an
+    earlier start are not read. Raises ConnectionError if not all ranks connect within `timeout`
+    seconds.
     """
     try:
         store = dist.TCPStore(
@@ -396,8 +401,9 @@ def _watch_ranks(
       and has not ended, and that no collective has started or ended since the last interval;
     - no rank has run torch.compile in about the last three intervals.
     A rank that is stuck 20 times in a row ends. The first one reads all states and prints where
-    each rank is. After any report, a rank that is in no collective counts as stuck too, until it
-    starts one: otherwise a rank that hangs elsewhere would stay after all others have ended.
+    each rank is. When a rank has reported an error (the key "reported"), a rank that is in no
+    collective counts as stuck too, until it starts one: otherwise a rank that hangs elsewhere would
+    stay after all others have ended.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
@@ -413,7 +419,8 @@ def _watch_ranks(
         program = (
             f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARY_PATHS)
         )
-        # "<module>" would mean that the module is only being imported.
+        # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION') of the compiler. The FUNCTION
+        # "<module>" does not count: the file is only being imported.
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
         # The arguments leave out the list of collectives; the status of the groups is always there.
@@ -493,7 +500,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         # DDP divides the gradients into buckets anew after its first backward pass. The buckets
         # decide in which order the gradients of three or more ranks are added. So the first step of
         # a resumed run would not round like the same step of a run that was never stopped. Make
-        # that pass here, with gradients of zero.
+        # that pass here, with gradients of zero. (With find_unused_parameters, DDP keeps its first
+        # buckets. With static_graph, this pass would be taken for the first step.)
         replica.reducer.prepare_for_backward([])
         torch.stack([0.0 * p.sum() for p in model.parameters() if p.requires_grad]).sum().backward()
         model.zero_grad()
@@ -618,11 +626,11 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
         they are killed. Without this, a rank that hangs keeps this process waiting.
 
-    If all ranks end with the same exit code, this code is returned. If not, and a rank has reported
-    the error through process_group, the code of the rank that failed first is returned (1 if a
-    signal killed that rank). Otherwise ChildProcessError is raised. Its message, one line for the
-    user, names a rank that a signal killed, that did not end within `timeout`, or that ended with
-    another code than 0.
+    If all ranks end with the same exit code (and no signal), this code is returned. If not, and a
+    rank has reported the error through process_group, the code of the rank that failed first is
+    returned (1 if a signal killed that rank). Otherwise ChildProcessError is raised. Its message,
+    one line for the user, names a rank that a signal killed, that did not end within `timeout`, or
+    that ended with another code than 0.
     """
     in_notebook = not hasattr(sys.modules["__main__"], "__file__")
     if in_notebook and b"__main__" in pickle.dumps((fn, args)):
