@@ -49,6 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 try:
     import fcntl
@@ -64,12 +65,12 @@ TEMPORARY = ".saving-"
 
 
 class Entry(NamedTuple):
-    """What the name of a checkpoint says."""
+    """What the name of a checkpoint says. Entries are sorted by step, then by name."""
 
     step: int
+    name: str  # of the file, or of the folder of a sharded checkpoint
     loss: float | None  # validation loss with 4 decimals; None if unknown or not finite
     digest: str  # 32 hex digits
-    name: str  # of the file, or of the folder of a sharded checkpoint
 
 
 class Found(NamedTuple):
@@ -108,8 +109,14 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     # moved it to the CPU. deepcopy uses it as it is, because deepcopy takes memo[id(t)] as the copy
     # of t. It copies the others, which share memory with the training.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
-    live = {t.data_ptr() for t in _tensors(used)}
-    already_copied = {id(t): t for t in _tensors(state) if t.data_ptr() not in live}
+    live = {
+        getattr(t, "_local_tensor", t).data_ptr()  # of a DTensor, the shard of this rank
+        for t in tree_leaves(used)
+        if isinstance(t, Tensor)
+    }
+    already_copied = {
+        id(t): t for t in tree_leaves(state) if isinstance(t, Tensor) and t.data_ptr() not in live
+    }
     return {**copy.deepcopy(state, memo=already_copied), **more}
 
 
@@ -118,15 +125,6 @@ def _state_dict_functions() -> Any:
     from torch.distributed.checkpoint import state_dict
 
     return state_dict
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield each tensor in nested dicts and lists; of a DTensor, the shard of this rank."""
-    if isinstance(value, Tensor):
-        yield getattr(value, "_local_tensor", value)
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
 
 
 def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -145,9 +143,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     in_group = dist.is_initialized()
     if in_group:
         # At first the other ranks get all but the content of the tensors, so that all ranks find
-        # the same errors. dcp sends the content later. deepcopy takes memo[id(t)] as the copy of t:
-        # here a tensor on the device "meta", which has no content.
-        outline = [copy.deepcopy(state, memo={id(t): t.to("meta") for t in _tensors(state)})]
+        # the same errors. Tensors on the device "meta" have no content. dcp sends it later.
+        outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
             state = outline[0]
@@ -156,7 +153,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     dcp = _state_dict_functions()
     # Without options, get_model_state_dict does not gather the weights. That is enough here,
     # because a DTensor has the shape of the whole tensor.
-    _check_same(state["model"], dcp.get_model_state_dict(model))
+    check_same(state["model"], dcp.get_model_state_dict(model))
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
@@ -198,17 +195,16 @@ def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> A
     optimizer.state.clear()
     for name, moments in saved.get("state", {}).items():
         if moments:
-            _check_same(moments, ours["state"].get(name, {}), f"optimizer state of {name}: ")
+            check_same(moments, ours["state"].get(name, {}), f"optimizer state of {name}: ")
     return ours["param_groups"]
 
 
-def check_matches(state: State, model: nn.Module) -> None:
-    """Raise ValueError unless state["model"] has the names, shapes and dtypes of a bare model."""
-    _check_same(state["model"], model.state_dict())
+def check_same(theirs: State, ours: State, where: str = "") -> None:
+    """Raise ValueError unless both have the same names, with the same shapes and dtypes.
 
-
-def _check_same(theirs: State, ours: State, where: str = "") -> None:
-    """Raise ValueError unless both have the same names, with the same shapes and dtypes."""
+    theirs: for example state["model"] of a checkpoint. ours: for example the state dict of a model,
+    without the prefixes of DDP and torch.compile. where: the beginning of the message.
+    """
     for name in [*ours, *theirs]:
         a, b = (_kind(values.get(name)) for values in (theirs, ours))
         if a != b:
@@ -314,11 +310,11 @@ def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") 
 def parse_names(names: Iterable[str]) -> list[Entry]:
     """Return an entry for each name that is the name of a checkpoint, in the order of steps."""
     entries = [
-        Entry(int(match[1]), float(match[2]) if match[2] else None, match[3], match[0])
+        Entry(int(match[1]), match[0], float(match[2]) if match[2] else None, match[3])
         for match in map(NAME.fullmatch, names)
         if match
     ]
-    return sorted(entries, key=lambda entry: (entry.step, entry.name))
+    return sorted(entries)
 
 
 def list_checkpoints(folder: str) -> list[Entry]:
@@ -397,7 +393,7 @@ def remove(folder: str, name: str) -> None:
 
 def set_aside(folder: str, name: str) -> None:
     """Add ".damaged" to the name of a checkpoint, so that it is no longer listed."""
-    _rename(folder, name, f"{name}.damaged")
+    _rename(Path(folder, name), f"{name}.damaged")
 
 
 def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
@@ -501,14 +497,13 @@ def _publish(file: IO[bytes], name: str) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()  # Windows cannot rename an open file
-    path = Path(file.name)
-    _rename(f"{path.parent}", path.name, name)
+    _rename(Path(file.name), name)
 
 
-def _rename(folder: str, old: str, new: str) -> None:
+def _rename(path: Path, name: str) -> None:
     """Rename a file or folder durably. A file that already has the new name is replaced."""
-    Path(folder, old).replace(Path(folder, new))
-    fsync_folder(folder)
+    path.replace(path.with_name(name))
+    fsync_folder(path.parent)
 
 
 def fsync_folder(folder: str | Path) -> None:

@@ -59,19 +59,6 @@ LIBRARY_PATHS = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
 
-class LaunchEnv(NamedTuple):
-    """What the launcher's environment variables say. The defaults describe a single process."""
-
-    # process_group copies the first four values into World, in this order.
-    rank: int = 0  # RANK: number of this process, from 0 to world_size - 1
-    local_rank: int = 0  # LOCAL_RANK: number of this process on its machine, from 0
-    world_size: int = 1  # WORLD_SIZE: number of processes on all machines
-    local_world_size: int = 1  # LOCAL_WORLD_SIZE: number of processes on this machine
-    master_addr: str = ""  # MASTER_ADDR, MASTER_PORT: host and TCP port of the store of all ranks
-    master_port: int = 0
-    agent_store: bool = False  # whether the launcher serves the store; if not, rank 0 serves it
-
-
 class World(NamedTuple):
     """What a rank knows of itself and of the group. It stays the same during a run."""
 
@@ -79,17 +66,19 @@ class World(NamedTuple):
     local_rank: int  # number of this rank on its machine, from 0
     size: int  # number of ranks on all machines
     local_size: int  # number of ranks on this machine
-    device: torch.device  # where the model and the batches of this rank belong
+    # where the model and the batches of this rank belong; process_group chooses it
+    device: torch.device = torch.device("cpu")
 
 
 # ------------------------------------------------------------------------------- launch environment
 
 
-def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
+def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
     """Read the variables that torchrun sets for each process.
 
-    If neither RANK nor WORLD_SIZE is set, return the defaults, those of a single process. Each
-    process reads its own variables; the ranks do not communicate here. ValueError is raised
+    If neither RANK nor WORLD_SIZE is set, return the world of a single process. Each process reads
+    its own variables; the ranks do not communicate here. The device is chosen later: see
+    process_group. ValueError is raised
     - if RANK or WORLD_SIZE is set, but one of the variables is missing or is not a whole number, or
       the numbers contradict one another (for example, RANK is not below WORLD_SIZE);
     - if srun started several tasks, and neither RANK nor WORLD_SIZE is set. Each task would train
@@ -101,15 +90,14 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> LaunchEnv:
                 f"srun started {env['SLURM_STEP_NUM_TASKS']} tasks, but RANK is not set: "
                 "start with torchrun, or set torchrun's variables as extras/slurm.py does"
             )
-        return LaunchEnv()
+        return World(0, 0, 1, 1)
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR"
     found = {name: env.get(name, "") for name in names.split()}
     *numbers, address = found.values()  # all but the address must be numbers
     if address and all(map(str.isdecimal, numbers)):
-        rank, local_rank, size, local_size, port = map(int, numbers)
+        rank, local_rank, size, local_size, _ = map(int, numbers)
         if rank < size and local_rank < local_size <= size:
-            agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return LaunchEnv(rank, local_rank, size, local_size, address, port, agent_store)
+            return World(rank, local_rank, size, local_size)
     raise ValueError(f"launch variables are missing or do not fit (start with torchrun): {found}")
 
 
@@ -175,15 +163,16 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with_parent(PARENT_PID)  # If torchrun is killed, nobody else ends its workers.
-    if env.world_size == 1:
-        yield World(*env[:4], _select_device(device, env))
+    if env.size == 1:
+        yield env._replace(device=_select_device(device, env))
         return
-    if env.local_world_size == env.world_size and sys.platform == "linux":
+    if env.local_size == env.size and sys.platform == "linux":
         # All ranks are on this machine, so let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Switch on torch's flight recorder, which _watch_ranks reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    store = _connect_to_store(env, timeout)
+    address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+    store = _connect_to_store(env, address, timeout)
     # A program can use process_group several times. Each group needs its own keys in the store.
     # Each rank counts its groups, so all ranks get the same number for the same group.
     store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
@@ -201,12 +190,12 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
                 "nccl" if cuda else "gloo",
                 store=store,
                 rank=env.rank,
-                world_size=env.world_size,
+                world_size=env.size,
                 # _watch_ranks ends the process before, unless a rank compiles or the store hangs.
                 timeout=timedelta(seconds=2 * timeout),
                 device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
             )
-            yield World(*env[:4], chosen)
+            yield env._replace(device=chosen)
         except SystemExit as error:
             if error.code:
                 raise
@@ -230,16 +219,16 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         raise exit_request
 
 
-def _select_device(name: str, env: LaunchEnv) -> torch.device:
+def _select_device(name: str, env: World) -> torch.device:
     """Return the device of this rank. Make a GPU the current device; set the threads for a CPU."""
-    mps = torch.backends.mps.is_available() and env.world_size == 1
+    mps = torch.backends.mps.is_available() and env.size == 1
     kinds = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]  # The best is first.
     if name == "auto":
         name = kinds[0]
     if name not in kinds:
         raise ValueError(f"device {name!r} is not available; available: {', '.join(kinds)}")
     if name == "cpu":
-        torch.set_num_threads(max(1, available_cpus() // env.local_world_size))
+        torch.set_num_threads(max(1, available_cpus() // env.local_size))
         _keep_freed_memory()
     elif name == "cuda":
         if env.local_rank >= torch.cuda.device_count():
@@ -282,9 +271,10 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 
 
 @functools.cache
-def _connect_to_store(env: LaunchEnv, timeout: float) -> dist.Store:
+def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
     """Connect to the store of all ranks. All ranks must call this function.
 
+    address: MASTER_ADDR:MASTER_PORT. torchrun or spawn serves the store there, or else rank 0.
     functools.cache keeps the connection until the process ends. Otherwise rank 0 could end the
     store after a process group when another rank has already connected for the next one. Under
     torchrun, the keys get a prefix that is new for each start of the ranks, so that keys of an
@@ -292,26 +282,19 @@ def _connect_to_store(env: LaunchEnv, timeout: float) -> dist.Store:
     seconds.
     """
     try:
-        store = dist.TCPStore(
-            env.master_addr,
-            env.master_port,
-            env.world_size,
-            env.rank == 0 and not env.agent_store,  # whether this process serves the store
-            timedelta(seconds=timeout),
-            multi_tenant=True,
-        )
+        # This reads the address from the environment, which read_launch_env has checked.
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         # A torchrun agent keeps its store, with all keys, when it restarts its workers. Under other
         # launchers there are no restarts, and the prefix is "0": _wait_for_ranks uses it too.
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         return dist.PrefixStore(_agree_on_run_id(store, env, timeout) if restarts else "0", store)
     except dist.DistError as error:
         raise ConnectionError(
-            f"rank {env.rank}: not all {env.world_size} ranks connected to "
-            f"{env.master_addr}:{env.master_port} ({error})"
+            f"rank {env.rank}: not all {env.size} ranks connected to {address} ({error})"
         ) from error
 
 
-def _agree_on_run_id(store: dist.Store, env: LaunchEnv, timeout: float) -> str:
+def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
     All ranks must call this function. Rank 0 chooses the id, and each other rank asks for it: the
@@ -330,7 +313,7 @@ def _agree_on_run_id(store: dist.Store, env: LaunchEnv, timeout: float) -> str:
         store.set(f"{run_id} confirmed {env.rank}", "")
         return run_id
     run_id = uuid.uuid4().hex
-    for rank in range(1, env.world_size):
+    for rank in range(1, env.size):
         while not store.check([f"{run_id} confirmed {rank}"]):
             if time.monotonic() > end:
                 raise ConnectionError(f"no answer from rank {rank} (timed out after {timeout:g} s)")
@@ -343,7 +326,7 @@ def _agree_on_run_id(store: dist.Store, env: LaunchEnv, timeout: float) -> str:
 # -------------------------------------------------------------------------------- failure of a rank
 
 
-def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> None:
+def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
     """Do nothing if this rank must raise `error` itself; otherwise raise another exception instead.
 
     process_group lists these exceptions. Each rank that fails calls this function. A rank whose
@@ -365,7 +348,7 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> Non
             time.sleep(1)
         if store.add("reported", 1) > 1:
             raise SystemExit(getattr(error, "exit_code", 1))
-        return [f"{rank}" for rank in range(env.world_size) if not store.check([f"failed {rank}"])]
+        return [f"{rank}" for rank in range(env.size) if not store.check([f"failed {rank}"])]
 
     try:
         # If the network is down, a request to the store never returns. So wait 6 seconds at most.
@@ -379,7 +362,7 @@ def _choose_reporter(error: Exception, env: LaunchEnv, store: dist.Store) -> Non
 
 
 def _watch_ranks(
-    env: LaunchEnv,
+    env: World,
     store: dist.Store,
     timeout: float,
     cuda: bool,
@@ -395,11 +378,11 @@ def _watch_ranks(
 
     20 times per timeout, each rank adds 1 to a counter in the store, the same for all ranks, and
     writes its state there: the value of the counter (an old state has a low one), and the line
-    where its program is. A rank that runs torch.compile also stores the value of the counter under
-    one key for all ranks. In an interval, a rank is stuck if both are true:
+    where its program is. A rank that runs torch.compile also adds 1 to a second counter of all
+    ranks. In an interval, a rank is stuck if both are true:
     - the group is still being made; or torch's flight recorder says that a collective has started
       and has not ended, and that no collective has started or ended since the last interval;
-    - no rank has run torch.compile in about the last three intervals.
+    - the second counter has not changed since the last interval.
     A rank that is stuck 20 times in a row ends. The first one reads all states and prints where
     each rank is. When a rank has reported an error (the key "reported"), a rank that is in no
     collective counts as stuck too, until it starts one: otherwise a rank that hangs elsewhere would
@@ -407,7 +390,7 @@ def _watch_ranks(
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
-    keys = [f"state of {rank}" for rank in range(env.world_size)]
+    keys = [f"state of {rank}" for rank in range(env.size)]
     before = None  # the numbers of the collectives, one interval ago
     counts = list[int]()  # values of the counter, one for each interval in a row that was stuck
     while not block_ended.wait(timeout / 20):
@@ -427,17 +410,14 @@ def _watch_ranks(
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
         waiting = any(a != b for a, b in numbers) or not dist.is_initialized()
-        count, compiling = 0, False
+        count = 0
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)
             store.set(keys[env.rank], json.dumps([count, next(program, "the start")]))
-            if compiles:
-                store.set("compiled at", f"{count}")
-            # In one interval, the ranks together add at most env.world_size. add(key, 0) reads.
-            compiling = store.add("compiled at", 0) > max(0, count - 3 * env.world_size)
+            # A rank that compiles changes this number in each interval, so no rank is stuck.
+            numbers.append((store.add("compiled", compiles), 0))
             waiting = waiting or store.add("reported", 0) > 0
-        stuck = waiting and numbers == before and not compiling
-        counts = [*counts, count] if stuck else []
+        counts = [*counts, count] if waiting and numbers == before else []
         before = numbers
         if len(counts) < 20:
             continue
@@ -556,10 +536,9 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
     calls and their errors apply. After another exception than ValueError or OSError on rank 0, the
     other ranks fail in this function.
     """
-    if world.size == 1:
-        return make()
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
-    dist.broadcast_object_list(results)
+    if world.size > 1:
+        dist.broadcast_object_list(results)
     return results[0]  # type: ignore[no-any-return]
 
 
@@ -696,7 +675,8 @@ def _wait_for_ranks(
             to_stop.pop().terminate()
         time.sleep(0.02)
     # If all ranks end with the same code, such as 3 for "stopped", the program chose this code.
-    if problem and (code < 0 or {*codes} != {code}):
+    # 130 is a second Ctrl-C: see stop_signals.
+    if problem and code != 130 and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
     return 1 if code < 0 else code
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import functools
 import gc
-import importlib
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -34,7 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice, tee
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -84,16 +83,17 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
-# Pattern in the traceback of an error -> what helps. "(?<!OutOf)" leaves out OutOfMemoryError:
-# that of Triton is not about the memory of the device, and that of torch says "out of memory".
+# Pattern in the traceback of an error -> what helps (the last one, if several match). "(?<!OutOf)"
+# leaves out OutOfMemoryError: that of Triton is not about the memory of the device, and that of
+# torch says "out of memory".
 HINTS = {
+    r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
+        "--no-compile trains without torch.compile"
+    ),
     "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
     "|failed to map|new thread|(?<!OutOf)MemoryError"
     r"|frozen importlib.*\nSystemError": (  # Python had no memory for an import
         "a higher --accum or --checkpoint-activations needs less memory"
-    ),
-    r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
-        "--no-compile trains without torch.compile"
     ),
 }
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
@@ -224,15 +224,13 @@ def train(flags: Flags, given: set[str]) -> int:
         storage = open_storage(flags.out, sharded)
 
         # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or, with
-        # --init-from, a model at step 0; or {} for a new model. `rejected` has a line for each
-        # damaged checkpoint. All ranks get the small parts of the state, `saved`. wait_together
-        # calls a function on each rank and returns each rank's own result. An error on one rank is
-        # raised on all.
-        state, rejected = ddp_setup.wait_together(
-            lambda: find_start(flags, storage) if rank0 else ({}, []), world
+        # --init-from, a model at step 0; or {} for a new model. All ranks get the small parts of
+        # the state, `saved`. wait_together calls a function on each rank and returns each rank's
+        # own result. An error on one rank is raised on all.
+        state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
+        saved = ddp_setup.from_rank_zero(
+            lambda: state and {**state, "model": None, "optimizers": None}, world
         )
-        keys = state.keys() - {"model", "optimizers"}
-        saved = ddp_setup.from_rank_zero(lambda: {key: state[key] for key in keys}, world)
         flags = merge_saved_flags(flags, given, saved)
         start_step = saved.get("step", 0)
         if flags.min_lr > flags.lr:
@@ -241,7 +239,9 @@ def train(flags: Flags, given: set[str]) -> int:
             # The second forward pass would draw other numbers: PyTorch issue 127676.
             raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
 
-        corpus, plan, val_plan, steps_per_epoch = load_data(flags, saved, world)
+        corpus, plan, val_plan = load_data(flags, saved, world)
+        with usage_errors(f"--data {flags.data}: "):  # for data that is too short
+            steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
         if start_step >= total:
@@ -318,6 +318,7 @@ def train(flags: Flags, given: set[str]) -> int:
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
         # "data" is the digest of the data. Their path is in "config".
         constants = {"data": corpus.digest, "config": saved_config, "vocabulary": vocabulary}
+        rejected = saved.get("rejected", [])
         prepare = partial(
             prepare_folder, flags.out, storage, start_step, rejected, resolved | machine
         )
@@ -333,9 +334,8 @@ def train(flags: Flags, given: set[str]) -> int:
         log = partial(append_metrics, storage, flags.out)
         # writing: the Future of the last save, and the time at which it should have ended. bool()
         # returns at once: it is used before the first save, and on ranks that write nothing.
-        # saved_step: the step of the last save that was started.
         pool = ThreadPoolExecutor(1)
-        writing, saved_step = (pool.submit(bool), time.monotonic() + flags.timeout), start_step
+        writing = pool.submit(bool), time.monotonic() + flags.timeout
 
         def wait_for_saves() -> bool:
             """Wait for the saves of all ranks. Return False if one has not ended in time."""
@@ -392,8 +392,8 @@ def train(flags: Flags, given: set[str]) -> int:
                     if flags.strategy == "ddp":
                         with suppress(FileNotFoundError):  # no extra: ranks are not compared
                             extra("replicas").verify_replicas(replica, optimizers)
-                    if wait_for_saves():
-                        saved_step, keep = step, flags.keep
+                    if started := wait_for_saves():
+                        keep = flags.keep
                         state = storage.snapshot(  # every rank helps with it
                             replica,
                             optimizers,
@@ -414,8 +414,8 @@ def train(flags: Flags, given: set[str]) -> int:
         except (ValueError, OSError):  # for example, data that has changed, or a rank that was lost
             wait_for_save(*writing)  # only for this rank's save: other ranks may have no error
             raise
-        # The last step has no checkpoint if its save hangs, was left out, or failed.
-        failed = not wait_for_saves() or saved_step != step or writing[0].exception() is not None
+        # The last step has no checkpoint if its save was left out, hangs, or failed.
+        failed = not (started and wait_for_saves()) or writing[0].exception() is not None
         failed = ddp_setup.any_rank(failed, world)
     if rank0 and failed:
         say(f"Error: the checkpoint of step {step} was not written", error=True)
@@ -429,26 +429,26 @@ def train(flags: Flags, given: set[str]) -> int:
 # ------------------------------------------------------------------------------ the parts of train
 
 
-def open_storage(out: str, write_sharded: bool = False) -> ModuleType:
+def open_storage(out: str, write_sharded: bool = False) -> Any:
     """Return ckpt.py, or for URLs and sharded checkpoints an extra with the same functions."""
-    storage: ModuleType = ckpt
     if "://" in out:
-        storage = extra("remote").storage(ckpt, write_sharded)
+        return extra("remote").storage(ckpt, write_sharded)
     # A name without .pt is the name of a sharded checkpoint.
-    elif write_sharded or any(not e.name.endswith(".pt") for e in ckpt.list_checkpoints(out)):
-        storage = extra("sharded").storage(ckpt, extra("reader").read, write_sharded)
-    return storage
+    if write_sharded or any(not e.name.endswith(".pt") for e in ckpt.list_checkpoints(out)):
+        return extra("sharded").storage(ckpt, extra("reader").read, write_sharded)
+    return ckpt
 
 
-def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
-    """Return the newest checkpoint that verifies, and a line for each newer, damaged one.
+def find_checkpoint(out: str, storage: ModuleType) -> State:
+    """Return the newest checkpoint that verifies; {} if there is no checkpoint.
 
-    ({}, []) if there is no checkpoint. storage.newest raises ValueError if none of them verifies.
+    "rejected" in it is a list with a line for each newer, damaged checkpoint. storage.newest raises
+    ValueError if there are checkpoints but none verifies.
     """
     found, rejected = storage.newest(out)
     if not found:
-        return {}, []
-    state = {**found.state, "name": f"{out}/{found.entry.name}"}
+        return {}
+    state = {**found.state, "name": f"{out}/{found.entry.name}", "rejected": rejected}
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
@@ -458,19 +458,16 @@ def find_checkpoint(out: str, storage: ModuleType) -> tuple[State, list[str]]:
     if "tokens" in config:
         config["tokenizer"] = config.pop("tokens")
     state["config"] = {"eval_tokens": 0, "embedding_lr": 1.0, "momentum": 0.95, **config}
-    return state, rejected
+    return state
 
 
-def find_start(flags: Flags, storage: ModuleType) -> tuple[State, list[str]]:
-    """Return the state that the run starts from, and a list with a line per damaged checkpoint.
-
-    The state is {} for a new model.
-    """
-    state, rejected = find_checkpoint(flags.out, storage)
+def find_start(flags: Flags, storage: ModuleType) -> State:
+    """Return the state that the run starts from; {} for a new model."""
+    state = find_checkpoint(flags.out, storage)
     if not state and flags.init_from:
         start_state, read = extra("exchange").start_state, extra("reader").read
         state = start_state(flags.init_from, flags.out, newest_checkpoint, read)
-    return state, rejected
+    return state
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
@@ -510,11 +507,11 @@ def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
 
 def load_data(
     flags: Flags, saved: State, world: ddp_setup.World
-) -> tuple[chardata.Corpus, chardata.BatchPlan, chardata.BatchPlan, int]:
-    """Return the data, the plans for training and validation, and the number of steps per epoch.
+) -> tuple[chardata.Corpus, chardata.BatchPlan, chardata.BatchPlan]:
+    """Return the data, and the plans for training and validation.
 
-    All ranks call this. ValueError if the data is too short, or is not the same on all ranks or not
-    that of the checkpoint.
+    All ranks call this. ValueError if the data is not the same on all ranks or not that of the
+    checkpoint.
     """
     chars = saved["vocabulary"]["chars"] if saved else ""
     corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
@@ -524,12 +521,12 @@ def load_data(
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
-            raise ValueError(f"is not the data of the run in {flags.out}; name another --out")
+            raise ValueError(f"is not the data of the run in {flags.out}; name other data or --out")
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
         block_size = flags.block_size
         plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
         val_plan = plan._replace(tokens=val_tokens, batch_size=EVAL_BATCH // block_size or 1)
-        return corpus, plan, val_plan, chardata.steps_per_epoch(plan)
+        return corpus, plan, val_plan
 
 
 def validate(
@@ -587,7 +584,7 @@ def pick_dtype(flag: str, device: torch.device) -> str:
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+        fast = torch.cpu._is_avx512_bf16_supported()  # false on a Mac, for MPS
     return "bfloat16" if fast else "float32"
 
 
@@ -621,10 +618,10 @@ def prepare_folder(
     for name, line in zip(damaged, rejected):
         storage.set_aside(out, name)
         warn(f"{line}; set aside, continuing from step {step}")
-    lines = storage.read_text(out, "metrics.jsonl").splitlines(keepends=True)
     # The lines that append_metrics wrote; a line that was cut off does not match.
-    matches = map(re.compile(r'{"step": (\d+), .*}\n').fullmatch, lines)
-    kept = (match[0] for match in matches if match and int(match[1]) <= step)
+    pattern = r'(?m)^{"step": (\d+), .*}\n'
+    lines = re.finditer(pattern, storage.read_text(out, "metrics.jsonl"))
+    kept = (line[0] for line in lines if int(line[1]) <= step)
     storage.write_text(out, "metrics.jsonl", "".join(kept))
     storage.write_text(out, "config.json", json.dumps(config, indent=1))
     return lock
@@ -660,7 +657,7 @@ def warn(text: str) -> None:
     say(f"Warning: {text}", error=True)
 
 
-warn_once = functools.cache(warn)
+warn_once = cache(warn)
 
 
 def append_metrics(storage: ModuleType, out: str, record: State) -> None:
@@ -715,10 +712,10 @@ def newest_checkpoint(out: str) -> State:
 
     Warn of newer checkpoints that are damaged.
     """
-    state, rejected = find_checkpoint(out, open_storage(out))
+    state = find_checkpoint(out, open_storage(out))
     if not state:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another --out")
-    for line in rejected:
+    for line in state.pop("rejected"):
         warn(f"{line}; using {state['name']}")
     return state
 
@@ -728,7 +725,7 @@ def load_model(out: str, device: torch.device) -> tuple[gpt.GPT, State]:
     state = newest_checkpoint(out)
     with usage_errors(f"{state['name']}: "):
         model = gpt.build(model_config(state["config"]), seed=0)
-        ckpt.check_matches(state, model)
+        ckpt.check_same(state["model"], model.state_dict())
     model.load_state_dict(state["model"])
     return model.to(device).eval(), state
 
@@ -776,10 +773,8 @@ def sample(
         ids = codec.encode(prompt, kind, chars).tolist()
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
-        if seed is None:
-            torch.seed()  # a new seed; torch's own is the same in each process
-        else:
-            torch.manual_seed(seed)
+        # torch's own seed is the same in each process; torch.seed() makes a new one
+        torch.manual_seed(torch.seed() if seed is None else seed)
     generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
     # The first text is printed while all are generated; tee keeps the tokens of the others.
     for row, batches in enumerate(tee(islice(generated, max_new_tokens), num_samples)):
@@ -803,25 +798,24 @@ def evaluate(out: str, device: str, data: str | None) -> None:
     """
     with usage_errors(), ddp_setup.process_group(device) as world:
         model, state = load_model(out, world.device)
-        flags = merge_saved_flags(Flags(data=data), {"data"} if data else set(), state)
-        vocabulary = state["vocabulary"]
-        corpus = read_corpus(flags, vocabulary["chars"])
-        if corpus.kind != vocabulary["kind"]:
+        config = state["config"]
+        config["eval_tokens"] = 0  # all
+        if data:
+            config |= {"data": data, "val_fraction": 1.0}
+            state.pop("data")  # the digest of the run's own data
+        flags = merge_saved_flags(Flags(out=out), set(), state)
+        corpus, _, plan = load_data(flags, state, world)
+        if corpus.kind != state["vocabulary"]["kind"]:
             raise ValueError(
-                f"--data {data}: is {corpus.kind}; the model needs {vocabulary['kind']}"
+                f"--data {data}: is {corpus.kind}; the model needs {state['vocabulary']['kind']}"
             )
-        if not data and corpus.digest != state["data"]:
-            raise ValueError("the data of the run has changed; name the data with --data")
-        tokens = corpus.tokens if data else chardata.split(corpus.tokens, flags.val_fraction)[1]
-        if not tokens:
+        if not plan.tokens:
             raise ValueError("the run has no validation data; name other data with --data")
-        batch_size = EVAL_BATCH // flags.block_size or 1
-        plan = chardata.BatchPlan(tokens, flags.block_size, batch_size, vocab=corpus.vocab)
         loss = validate(model, plan, world, flags, getattr(torch, flags.dtype))
         assert loss is not None  # It would be None only after a stop signal.
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
-        count = chardata.num_tokens(tokens) - 1
+        count = chardata.num_tokens(plan.tokens) - 1
         click.echo(  # and not say(), because a result that cannot be written is an error
             f"{CLEAR_LINE}loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
             f"perplexity {math.exp(loss):.4f}, over {count:,} tokens, in {flags.dtype}"
@@ -831,7 +825,25 @@ def evaluate(out: str, device: str, data: str | None) -> None:
 # ------------------------------------------------------------------------------------ command line
 
 
-def train_command(**values: Any) -> None:
+def click_arguments(flag: Field[Any]) -> dict[str, Any]:
+    """Return the arguments of the click option of a field of Flags."""
+    names = ["--" + flag.name.replace("_", "-")]  # the metadata of --compile replaces them
+    return {"param_decls": names, "default": flag.default, **flag.metadata}
+
+
+@click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)
+@click.group(
+    "run.py",
+    commands=[sample, evaluate],
+    params=[click.Option(**click_arguments(flag)) for flag in fields(Flags)],
+    invoke_without_command=True,
+    context_settings={
+        "auto_envvar_prefix": "DDPKIT",
+        "show_default": True,
+        "max_content_width": 100,
+    },
+)
+def cli(**values: Any) -> None:
     """Train a GPT on text, on one process or on many.
 
     \b
@@ -845,58 +857,32 @@ def train_command(**values: Any) -> None:
     """
     ctx = click.get_current_context()
     source = click.core.ParameterSource
-    sources = {name: ctx.get_parameter_source(name) for name in values}
     if command := ctx.invoked_subcommand:
-        if source.COMMANDLINE in sources.values():
+        if source.COMMANDLINE in map(ctx.get_parameter_source, values):
             raise click.UsageError(f"give all flags after the name of the command, {command}")
         return
-    given = {name for name in values if sources[name] is not source.DEFAULT}
+    given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)
     # A stop signal that comes before stop_signals() handles it stays pending until then.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
-    if flags.spawn is None:
+    if flags.spawn is None or multiprocessing.parent_process():  # a rank that spawn() started
         ctx.exit(train(flags, given))
     if "RANK" in os.environ:
         raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
     gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
     size = flags.spawn or gpus or ddp_setup.available_cpus()
-    ctx.exit(ddp_setup.spawn(main, size, train, flags, given, timeout=flags.timeout))
+    ctx.exit(ddp_setup.spawn(main, size, timeout=flags.timeout))
 
 
-def click_arguments(flag: Field[Any]) -> dict[str, Any]:
-    """Return the arguments of the click option of a field of Flags."""
-    names = ["--" + flag.name.replace("_", "-")]  # the metadata of --compile replaces them
-    return {"param_decls": names, "default": flag.default, **flag.metadata}
-
-
-cli = click.Group(
-    "run.py",
-    [sample, evaluate],
-    callback=train_command,
-    params=[click.Option(**click_arguments(flag)) for flag in fields(Flags)],
-    help=train_command.__doc__,
-    invoke_without_command=True,
-    context_settings={
-        "auto_envvar_prefix": "DDPKIT",
-        "show_default": True,
-        "max_content_width": 100,
-    },
-)
-click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)(cli)
 with suppress(FileNotFoundError):  # Each file in extras/ is optional.
     extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
 with suppress(FileNotFoundError):
     extra("flags").extend(cli, "DDPKIT")
 
 
-def command_line() -> int:
-    """Run what the command line asks for and return the exit code."""
-    return cli.main(standalone_mode=False) or DONE
-
-
-def main(command: Callable[..., int], *args: object) -> None:
-    """Run a command and exit with its code. A spawned process starts here too.
+def main() -> None:
+    """Run what the command line asks for and exit with its code. A spawned process does the same.
 
     UsageErrors (see usage_errors), lost ranks, a training that diverged and errors with a hint
     become one line. Other errors get a traceback.
@@ -909,7 +895,7 @@ def main(command: Callable[..., int], *args: object) -> None:
             # Without this extra, ddp_setup refuses several tasks.
             with usage_errors(), suppress(FileNotFoundError):
                 extra("slurm").set_launch_env_(os.environ)
-        code = command(*args)
+        code = cli.main(standalone_mode=False) or DONE
     except SystemExit as error:  # process_group raises it on ranks that must not report an error
         code = error.code if isinstance(error.code, int) else FAILED
     except click.Abort:  # Ctrl-C outside of a training
@@ -921,13 +907,13 @@ def main(command: Callable[..., int], *args: object) -> None:
         # A rank was lost or killed, the training diverged, or the replicas differ.
         say(f"Error: {error}", error=True)
     except Exception as error:
-        where, trace = f"Error on rank {os.environ.get('RANK', '0')}", traceback.format_exc()
+        trace = traceback.format_exc()
+        text = f"{error!r}\n{trace}"
         first_paragraph = " ".join(f"{error}".split("\n\n")[0].split())
-        hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, trace)]
-        if hints:
-            say(f"{where}: {type(error).__name__}: {first_paragraph}; {hints[0]}", error=True)
-        else:
-            say(f"{where}: {error!r}\n{trace}", error=True)
+        for pattern, hint in HINTS.items():
+            if re.search(pattern, trace):
+                text = f"{type(error).__name__}: {first_paragraph}; {hint}"
+        say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
     # Leave at once: to free torch takes half a second, and a save that hangs must not keep the
     # process alive. But run the handlers of atexit (coverage, profilers) and flush the output.
     atexit._run_exitfuncs()
@@ -937,4 +923,4 @@ def main(command: Callable[..., int], *args: object) -> None:
 
 
 if __name__ == "__main__":
-    main(command_line)
+    main()

@@ -172,7 +172,7 @@ def wait_for_one_another(kind: str) -> None:
 
     dist.init_process_group = init_process_group
     connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
-    ddp_setup._connect_to_store = lambda env, _: connect(env, 60)
+    ddp_setup._connect_to_store = lambda env, address, _: connect(env, address, 60)
     if kind == "rank 1 does not join the second group":
         with ddp_setup.process_group("cpu") as world:
             dist.barrier()
@@ -289,10 +289,7 @@ ELASTIC = dict(
 
 def test_launch_env_is_what_torchrun_sets():
     env = ddp_setup.read_launch_env(ELASTIC)
-    assert env == ddp_setup.LaunchEnv(5, 1, 8, 4, "a", 29400, agent_store=False)
-    assert ddp_setup.read_launch_env(
-        {**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ).agent_store
+    assert env == ddp_setup.World(5, 1, 8, 4)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +305,7 @@ def test_launch_env_is_what_torchrun_sets():
     ],
 )
 def test_without_a_launcher_there_is_a_single_process(env):
-    assert ddp_setup.read_launch_env(env) == ddp_setup.LaunchEnv(0, 0, 1, 1)
+    assert ddp_setup.read_launch_env(env) == ddp_setup.World(0, 0, 1, 1)
 
 
 def test_several_tasks_of_srun_without_rank_are_refused():

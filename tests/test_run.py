@@ -284,7 +284,7 @@ def wrapper(model, batch):
     return loss_sum, tokens
 
 gpt.loss = wrapper
-run.main(run.command_line)
+run.main()
 """
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -83,15 +83,25 @@ LAUNCH_NAMES = {
 }
 
 
-def translated(**changes: str) -> ddp_setup.LaunchEnv:
-    """Return what ddp_setup reads after the translation. An empty value removes a variable."""
+class Launch(NamedTuple):
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def translated(**changes: str) -> Launch:
+    """Return what ddp_setup and torch read after the translation. An empty value removes a variable."""
     env = {name: value for name, value in {**TASK, **changes}.items() if value}
     slurm_extra.set_launch_env_(env)
     assert {name: value for name, value in env.items() if name not in LAUNCH_NAMES}.items() <= {
         **TASK,
         **changes,
     }.items()
-    return ddp_setup.read_launch_env(env)
+    world = ddp_setup.read_launch_env(env)
+    return Launch(*world[:4], env["MASTER_ADDR"], int(env["MASTER_PORT"]))
 
 
 def test_a_task_of_srun_becomes_a_rank():
@@ -101,7 +111,7 @@ def test_a_task_of_srun_becomes_a_rank():
         "SLURM_STEP_NODELIST": "n[4,8]",
     }
     found = translated(**changes, SLURM_PROCID="3", SLURM_LOCALID="1", SLURM_NODEID="1")
-    assert found == ddp_setup.LaunchEnv(3, 1, 5, 3, "n4", 20000 + 12 * 97 + 3, agent_store=False)
+    assert found == (3, 1, 5, 3, "n4", 20000 + 12 * 97 + 3)
 
 
 @pytest.mark.parametrize(

@@ -586,7 +586,7 @@ def import_model(folder: Path) -> Any:
     path = folder / "model" if (folder / "model").exists() else folder
     found = exchange.read(f"{path}", reader.read)
     model = gpt.build(gpt.Config(**found.config), seed=0)
-    ckpt.check_matches({"model": found.weights}, model)
+    ckpt.check_same(found.weights, model.state_dict())
     return model.load_state_dict(found.weights)
 
 

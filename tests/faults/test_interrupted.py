@@ -181,7 +181,7 @@ def hang(folder, state, step, *more):
     return save(folder, state, step, *more)
 
 ckpt.save = hang
-run.main(run.command_line)
+run.main()
 """
 
 

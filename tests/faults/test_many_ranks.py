@@ -86,7 +86,7 @@ def traffic(size, function):
     """Call function(env, store) in a thread per rank; return each rank's requests and bytes."""
     common = dist.HashStore()
     stores = [CountingStore(common) for _ in range(size)]
-    envs = [ddp_setup.LaunchEnv(rank, rank, size, size) for rank in range(size)]
+    envs = [ddp_setup.World(rank, rank, size, size) for rank in range(size)]
     calls = [ddp_setup._in_thread(lambda a=a: function(*a)) for a in zip(envs, stores)]
     for call in calls:
         assert isinstance(call.exception(), SystemExit | None), call.exception()
