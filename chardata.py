@@ -168,7 +168,9 @@ def _map_file(name: str) -> np.ndarray:
             if array.ndim != 1 or array.dtype.kind != "u" or size != array.offset + array.nbytes:
                 raise ValueError(f"{array.shape} {array.dtype} in {size} bytes")
         except Exception as error:  # a damaged file can make numpy raise almost any exception
-            raise ValueError(f"{name}: not a 1-d .npy of unsigned integers: {error}") from None
+            raise ValueError(
+                f"{name}: not one complete 1-d .npy of unsigned integers: {error}"
+            ) from None
         return array
     if name.endswith(".bin"):
         dtype = "u2"

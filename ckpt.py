@@ -37,6 +37,7 @@ import math
 import os
 import re
 import socket
+import sys
 import time
 import uuid
 import warnings
@@ -233,13 +234,15 @@ def save(
     temporary file is left. After an error in prune(), the new checkpoint exists too.
     """
     _check_state(state)
+    handled = sys.exception()  # in an `except` block, the error that the caller handles
     make_folder(folder)
     with _temporary_file(folder) as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
             # After an OSError, for example of a full disk, torch.save raises this when it closes.
-            raise error.__context__ if isinstance(error.__context__, OSError) else error
+            cause = error.__context__
+            raise cause if isinstance(cause, OSError) and cause is not handled else error
         file.flush()
         # ValueError for types that load() refuses. The device "meta" leaves out the tensors'
         # content.

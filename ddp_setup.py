@@ -118,11 +118,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     timeout: seconds that all ranks may take to connect (see below), and that a rank may later wait
         for other ranks. A rank that then waits longer ends with exit code 1, without an exception,
         at most 10 % after the timeout. One of these ranks prints a line that says where in the
-        program each rank is, or that it does not answer. While a rank runs torch.compile, no rank
-        is ended, and the timeout starts again afterwards. If compiling takes long, or if the store
-        hangs, the collective fails after twice the timeout: gloo raises an error, and NCCL ends the
-        process. Use wait_together for work that may take longer than `timeout` while other ranks
-        wait.
+        program each rank is, or that it does not answer. When a rank runs torch.compile, the
+        timeout starts again afterwards. But a collective that waits for twice the timeout fails in
+        any case, for example if compiling takes long or the store hangs: gloo raises an error, and
+        NCCL ends the process. Use wait_together for work that may take longer than `timeout` while
+        other ranks wait.
 
     If an exception leaves the block (not SystemExit or KeyboardInterrupt, for which see below),
     this function does not destroy the group, because that could wait for a rank that is dead. A
@@ -150,9 +150,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
     ConnectionError if not all ranks connect within `timeout` (under torchrun, it can take up to
-    three times as long until this is raised). If the device of some ranks is not
-    available, the first of them raises ValueError, and the others of them raise SystemExit. Ranks
-    that have their device wait for the group until the launcher or `timeout` ends them.
+    three times as long until this is raised). If the device of some ranks is not available, the
+    first of them raises ValueError, and the others of them raise SystemExit. Ranks that have their
+    device wait for the group until the launcher or `timeout` ends them.
 
     These side effects stay after the block: the current CUDA device, torch's number of threads and
     glibc's settings for freed memory (on a CPU), and, if all ranks are on one Linux machine, the
@@ -173,11 +173,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
     store = _connect_to_store(env, address, timeout)
-    # A program can use process_group several times. Each group needs its own keys in the store.
-    # Each rank counts its groups, so all ranks get the same number for the same group.
-    store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
     exit_request, block_ended, main = None, threading.Event(), threading.get_ident()
     try:
+        # A program can use process_group several times. Each group needs its own keys in the store.
+        # Each rank counts its groups, so all ranks get the same number for the same group.
+        store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
         chosen = _select_device(device, env)
         cuda = chosen.type == "cuda"
         # The watcher has its own connection, because a request of the main thread may block the
@@ -413,7 +413,7 @@ def _watch_ranks(
         count = 0
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)
-            store.set(keys[env.rank], json.dumps([count, next(program, "the start")]))
+            store.set(keys[env.rank], json.dumps([count, next(program, "a library")]))
             # A rank that compiles changes this number in each interval, so no rank is stuck.
             numbers.append((store.add("compiled", compiles), 0))
             waiting = waiting or store.add("reported", 0) > 0

@@ -58,7 +58,7 @@ def lazy_import(name: str) -> ModuleType:
 
 
 def extra(name: str) -> ModuleType:
-    """Import and return extras/NAME.py. FileNotFoundError if it or a package is missing.
+    """Import and return extras/NAME.py. FileNotFoundError if it, or a module it needs, is missing.
 
     So usage_errors() shows it as one line, and suppress(FileNotFoundError) makes it optional.
     """
@@ -85,14 +85,14 @@ DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
 # Pattern in the traceback of an error -> what helps (the last one, if several match). "(?<!OutOf)"
 # leaves out OutOfMemoryError: that of Triton is not about the memory of the device, and that of
-# torch says "out of memory".
+# torch says "out of memory". Python raises SystemError if an import has no memory.
 HINTS = {
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
         "--no-compile trains without torch.compile"
     ),
     "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
     "|failed to map|new thread|(?<!OutOf)MemoryError"
-    r"|frozen importlib.*\nSystemError": (  # Python had no memory for an import
+    r"|frozen importlib.*\nSystemError": (
         "a higher --accum or --checkpoint-activations needs less memory"
     ),
 }
@@ -486,7 +486,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
                 "leave it out, or name another --out"
             )
     # Other versions of this program can have other flags.
-    names = (config.keys() & vars(flags).keys()) - given
+    names = (config.keys() & vars(flags).keys()) - given - NOT_RESTORED
     return replace(flags, **{name: config[name] for name in names})
 
 
@@ -649,7 +649,7 @@ def say(text: str, error: bool = False) -> None:
         click.echo(CLEAR_LINE + text, err=error)
     except OSError as reason:  # a full disk or a closed pipe must not end the training
         if not error:
-            warn_once(f"output not written: {reason}; training continues")
+            warn_once(f"output not written: {reason}")
 
 
 def warn(text: str) -> None:
@@ -859,7 +859,7 @@ def cli(**values: Any) -> None:
     source = click.core.ParameterSource
     if command := ctx.invoked_subcommand:
         if source.COMMANDLINE in map(ctx.get_parameter_source, values):
-            raise click.UsageError(f"give all flags after the name of the command, {command}")
+            raise click.UsageError(f"these flags are for training; {command} has its own, after it")
         return
     given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)
@@ -903,8 +903,9 @@ def main() -> None:
     except click.ClickException as error:
         say("Error: " + " ".join(error.format_message().split()), error=True)
         code = error.exit_code
-    except (ConnectionError, ChildProcessError, FloatingPointError) as error:
-        # A rank was lost or killed, the training diverged, or the replicas differ.
+    except (OSError, FloatingPointError) as error:
+        # A rank was lost (ConnectionError) or killed (ChildProcessError), the output of a command
+        # cannot be written, the training diverged, or the replicas differ.
         say(f"Error: {error}", error=True)
     except Exception as error:
         trace = traceback.format_exc()

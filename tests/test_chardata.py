@@ -756,7 +756,7 @@ def npz():
     return file.getvalue()
 
 
-NOT_NPY = "not a 1-d .npy of unsigned integers: "
+NOT_NPY = "not one complete 1-d .npy of unsigned integers: "
 
 
 @pytest.mark.parametrize(

@@ -1226,7 +1226,8 @@ def test_a_python_error_about_memory_does_not_mean_that_a_checkpoint_is_damaged(
         ckpt.load(folder, entry)
 
 
-def test_an_error_of_the_caller_does_not_replace_the_error_of_save(folder):
+@pytest.mark.parametrize("callers", [KeyError, OSError])
+def test_an_error_of_the_caller_does_not_replace_the_error_of_save(folder, callers):
     """A save in an `except` block, as programs make it when they end."""
 
     class Unsaveable:
@@ -1234,8 +1235,8 @@ def test_an_error_of_the_caller_does_not_replace_the_error_of_save(folder):
             raise RuntimeError("cannot be saved")
 
     try:
-        raise KeyError("of the caller")
-    except KeyError:
+        raise callers("of the caller")
+    except callers:
         with pytest.raises(RuntimeError, match="cannot be saved"):
             ckpt.save(folder, {**some_state(1), "extra": Unsaveable()}, 1)
 

@@ -196,7 +196,7 @@ def test_resume_with_another_number_of_ranks_keeps_the_order_of_the_data(done, t
     assert_close(state(tmp_path)["model"], state(alone)["model"])
 
 
-def test_a_finished_run_continues_with_more_epochs_(text, tmp_path):
+def test_a_finished_run_continues_with_more_epochs(text, tmp_path):
     first = run(*TINY, "--data", text, "--out", tmp_path, "--epochs", 1)
     assert first.code == 0 and "Done: 38 steps" in first.out, first
 
@@ -564,6 +564,14 @@ def test_eval_prints_the_last_validation_loss_of_the_training(done, undisturbed)
     assert ran.out.endswith(", over 538 tokens, in float32\n")  # 539 without the first
 
 
+@pytest.mark.parametrize("command", ["sample", "eval"])
+def test_a_result_that_cannot_be_written_is_an_error_of_one_line(undisturbed, command):
+    with open("/dev/full", "w") as full:
+        program = [sys.executable, "run.py", command, "--out", undisturbed(1)]
+        ran = subprocess.run(program, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 1 and re.fullmatch("Error: .*No space left.*\n", ran.stderr), ran
+
+
 def test_eval_computes_in_the_dtype_of_the_training(done):
     _, out = done("bfloat16")
     ran = run("eval", "--out", out)
@@ -835,7 +843,7 @@ CASES = {
     "old flag": Case(["--tokens", "byte"], ["--tokens", "--tokenizer"]),
     "old flag of sample": Case(["--tokens", 9], ["--tokens", "--max-new-tokens"], command="sample"),
     "unknown sub-command": Case(["smaple"], ["smaple"]),
-    "flags before a command": Case(["sample"], ["all flags after", "sample"]),
+    "flags before a command": Case(["sample"], ["flags are for training", "sample"]),
     "spawn under a launcher": Case(
         ["--spawn", 2], ["--spawn", "launcher"], env={"RANK": "0", "WORLD_SIZE": "2"}
     ),

@@ -9,7 +9,8 @@
 #   2   there is a mistake in the flags, files or data: another start would not help
 # and after Ctrl-C, when run.py has saved. After anything else (1: failed, 3: stopped by a signal, or
 # killed) it waits 10 seconds and starts run.py again, which resumes from the newest checkpoint.
-# To stop the training with SIGTERM, send it to run.py. This script does not pass it on.
+# This script does not pass SIGTERM on. To stop the training with SIGTERM, end this script first, and
+# then send SIGTERM to run.py.
 trap 'exit 130' INT
 
 while true; do

@@ -130,6 +130,7 @@ def traffic_of_hang(size):
     with ExitStack() as patches:
         for module, name, value in (
             (torch._C._distributed_c10d, "_dump_fr_trace_json", lambda *_: json.dumps(stuck)),
+            (dist, "is_initialized", lambda: True),
             (sys, "_current_frames", lambda: here),
             (os, "_exit", end_thread),
         ):
