@@ -521,7 +521,9 @@ def load_data(
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
-            raise ValueError(f"is not the data of the run in {flags.out}; name other data or --out")
+            raise ValueError(
+                f"is not that of the run in {flags.out}; name other data, or another --out"
+            )
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
         block_size = flags.block_size
         plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
