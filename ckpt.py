@@ -1,7 +1,10 @@
 """Write the state of a training to a durable file and read it back. Any model, any optimizers.
 
+    if rank == 0:    # once, before the first save
+        make_folder("out")
+        held = lock("out")    # keeps other runs out of the folder
     state = snapshot(model, optimizers, note="anything")        # on every rank
-    if rank == 0:    # lock() keeps other runs out of the folder
+    if rank == 0:
         save("out", state, step=400, loss=1.8812, keep=3)
 
     found = newest("out")[0] if rank == 0 else None
@@ -106,9 +109,9 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             for optimizer in optimizers
         ],
     }
-    # A tensor of `state` whose address is not in `live` is a copy already: torch has gathered it or
-    # moved it to the CPU. deepcopy uses it as it is, because deepcopy takes memo[id(t)] as the copy
-    # of t. It copies the others, which share memory with the training.
+    # Some tensors of `state` are copies already: torch has gathered them or moved them to the CPU.
+    # The others share memory with the training, and deepcopy must copy only these. `live` has the
+    # addresses of all tensors that the training uses. deepcopy does not copy what is in its memo.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # of a DTensor, the shard of this rank
@@ -144,7 +147,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     in_group = dist.is_initialized()
     if in_group:
         # At first the other ranks get all but the content of the tensors, so that all ranks find
-        # the same errors. Tensors on the device "meta" have no content. dcp sends it later.
+        # the same errors. Tensors on the device "meta" have no content; dcp sends it later.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
@@ -228,19 +231,22 @@ def save(
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
     state: what snapshot() returned on rank 0; it is only read. loss: the validation loss (lower is
-    better), which becomes part of the name. keep: if given, prune(folder, keep) follows. The folder
-    is created if needed. ValueError if load() would refuse the file, for example because the model
-    has NaN. After an error in writing, the checkpoints that existed before are untouched, and no
+    better), which becomes part of the name. keep: if given, prune(folder, keep) follows. It goes by
+    steps: beside checkpoints of higher steps, it can delete the new one at once. The folder is
+    created if needed. ValueError if load() would refuse the file, for example because the model has
+    NaN. After an error in writing, the checkpoints that existed before are untouched, and no
     temporary file is left. After an error in prune(), the new checkpoint exists too.
     """
     _check_state(state)
-    handled = sys.exception()  # in an `except` block, the error that the caller handles
+    handled = sys.exception()  # None, or the error that the caller is handling
     make_folder(folder)
     with _temporary_file(folder) as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # After an OSError, for example of a full disk, torch.save raises this when it closes.
+            # After an OSError, for example of a full disk, torch.save raises RuntimeError when it
+            # closes the file, with the OSError as __context__. Raise the OSError. But __context__
+            # can also be the error that the caller is handling.
             cause = error.__context__
             raise cause if isinstance(cause, OSError) and cause is not handled else error
         file.flush()
@@ -282,7 +288,7 @@ def _read_state(path: str | Path, device: str) -> Any:
     except Exception as error:
         # OSError with EINVAL means a truncated file, not a disk that failed.
         disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
-        # torch's allocator raises RuntimeError, Python raises MemoryError.
+        # torch's allocator raises RuntimeError, Python raises MemoryError: "emory" is in both.
         no_memory = isinstance(error, (RuntimeError, MemoryError)) and "emory" in repr(error)
         if disk_failed or no_memory:  # the file may be good
             raise
@@ -305,7 +311,7 @@ def _check_state(state: Any) -> None:
 
 
 def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
-    """Make the name of a checkpoint; return what it says. ending: "" for a sharded checkpoint."""
+    """Make the name of a checkpoint; return its Entry. ending: "" for a sharded checkpoint."""
     rating = f"-loss-{loss:.4f}" if loss is not None and math.isfinite(loss) else ""
     return parse_names([f"step-{step:08d}{rating}-{digest}{ending}"])[0]
 
@@ -385,7 +391,7 @@ def remove(folder: str, name: str) -> None:
 
     A folder, such as a sharded checkpoint, is not deleted, because this module cannot delete it in
     a way that survives a power failure: extras/sharded.py can. Here set_aside() adds ".damaged" to
-    its name, even if it is intact, and it keeps its place on the disk.
+    its name, even if it is intact, and it still uses its disk space.
     """
     path = Path(folder, name)
     if path.is_dir():
@@ -408,8 +414,9 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     Keep the result: the lock is released when the result is closed or garbage collected, and when
     the process ends in any way. A forked child, such as a worker of a DataLoader, keeps the lock
     too, until it ends. Returns None and deletes nothing if the system (Windows) or the file system
-    has no locks. ValueError, with host, pid and time of locking, if another process still has the
-    lock after `timeout` seconds: a killed process may need a moment to end.
+    has no locks. Waits up to `timeout` seconds, because a process that was killed may need a moment
+    to end. ValueError, with host, pid and time of locking, if another process (or another result of
+    lock() in this one) has the lock after that.
 
     This is flock instead of the package filelock. If the file system refuses locks, old versions of
     filelock wait for ever, and newer versions use a lock that stays when a process on another host
