@@ -84,8 +84,8 @@ __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
 # Pattern in the traceback of an error -> what helps (the last one, if several match). "(?<!OutOf)"
-# leaves out OutOfMemoryError: that of Triton is not about the memory of the device, and that of
-# torch says "out of memory". Python raises SystemError if an import has no memory.
+# leaves out the name OutOfMemoryError: Triton uses it for another memory than that of the device,
+# and that of torch also says "out of memory". Python raises SystemError if an import has no memory.
 HINTS = {
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
         "--no-compile trains without torch.compile"
@@ -217,7 +217,7 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # for errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # for errors of this block: process_group ends all ranks with their code, 2
+        usage_errors(),  # for errors of the block: process_group then ends all ranks with code 2
     ):
         rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
         sharded = flags.checkpoint == "sharded" and world.size > 1
@@ -240,7 +240,8 @@ def train(flags: Flags, given: set[str]) -> int:
             raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
 
         corpus, plan, val_plan = load_data(flags, saved, world)
-        with usage_errors(f"--data {flags.data}: "):  # for data that is too short
+        # This raises ValueError if the data is too short.
+        with usage_errors(f"--data {flags.data or '(default text)'}: "):
             steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
@@ -370,9 +371,10 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite changes no weights. Its checkpoint
-                # would push out an older one without progress, so it is written only at a stop or
-                # at the end. A report is equal on all ranks, so all decide the same.
+                # If a run diverges, no step changes the weights any more. Checkpoints of such steps
+                # would be equal, and --keep would delete older ones for them. So a step that is not
+                # finite is saved only at a stop or at the end. (If it is the only one, the next due
+                # step saves the progress.) A report is equal on all ranks, so all decide the same.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # Before an evaluation or a snapshot, rank 0 has waited for the device in float() or
                 # isfinite(). So the pause, which starts here, contains no training.
@@ -392,7 +394,8 @@ def train(flags: Flags, given: set[str]) -> int:
                     if flags.strategy == "ddp":
                         with suppress(FileNotFoundError):  # no extra: ranks are not compared
                             extra("replicas").verify_replicas(replica, optimizers)
-                    if started := wait_for_saves():
+                    # If an earlier save still runs, this checkpoint is left out.
+                    if save_started := wait_for_saves():
                         keep = flags.keep
                         state = storage.snapshot(  # every rank helps with it
                             replica,
@@ -408,14 +411,14 @@ def train(flags: Flags, given: set[str]) -> int:
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
-        except FloatingPointError:  # loop.Diverged, or from extras/replicas.py
+        except FloatingPointError:  # loop.Diverged, or of extras/replicas.py; all ranks raise it
             wait_for_saves()  # The state that they save is from before this step, so it is good.
             raise
-        except (ValueError, OSError):  # for example, data that has changed, or a rank that was lost
+        except Exception:
             wait_for_save(*writing)  # only for this rank's save: other ranks may have no error
             raise
         # The last step has no checkpoint if its save was left out, hangs, or failed.
-        failed = not (started and wait_for_saves()) or writing[0].exception() is not None
+        failed = not (save_started and wait_for_saves()) or writing[0].exception() is not None
         failed = ddp_setup.any_rank(failed, world)
     if rank0 and failed:
         say(f"Error: the checkpoint of step {step} was not written", error=True)
@@ -510,13 +513,13 @@ def load_data(
 ) -> tuple[chardata.Corpus, chardata.BatchPlan, chardata.BatchPlan]:
     """Return the data, and the plans for training and validation.
 
-    All ranks call this. ValueError if the data is not the same on all ranks or not that of the
+    All ranks call this. UsageError if the data is not the same on all ranks or not that of the
     checkpoint.
     """
     chars = saved["vocabulary"]["chars"] if saved else ""
     corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
     digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)  # that of rank 0, on all ranks
-    with usage_errors(f"--data {flags.data}: "):
+    with usage_errors(f"--data {flags.data or '(default text)'}: "):
         # If this is an error on some ranks only, process_group ends the others.
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
@@ -543,8 +546,8 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    # With zero and fsdp, each batch of an evaluation communicates. (In training, only fsdp
-    # communicates in each micro-batch: zero keeps all weights on all ranks until the step ends.)
+    # With zero and fsdp, each batch of an evaluation communicates. (In training, zero gathers the
+    # weights once per step and frees them at its end. An evaluation has no such end.)
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
@@ -567,7 +570,7 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
         make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
         with suppress(FileNotFoundError):  # without the extra: the same updates, but slower
             make_muon = partial(extra("muon").Muon, distribute=one_machine)
-        # match_rms_adamw scales the updates so that one learning rate fits both (Liu et al., 2025).
+        # match_rms_adamw gives the updates the size of AdamW's (Liu et al., 2025).
         matrices = groups.pop("matrices")
         muon = [make_muon(matrices, lr, decay, flags.momentum, adjust_lr_fn="match_rms_adamw")]
         lr *= flags.embedding_lr
@@ -696,7 +699,8 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
 def usage_errors(subject: str = "") -> Iterator[None]:
     """Raise click.UsageError, exit code 2, in place of errors about values, files and packages.
 
-    A ValueError of a bug loses its traceback here too. To see it, remove usage_errors() in train().
+    A ValueError of a bug loses its traceback here too. To see it, remove both usage_errors() from
+    the first `with` of train().
     """
     try:
         yield
@@ -777,6 +781,7 @@ def sample(
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
         # torch's own seed is the same in each process; torch.seed() makes a new one
         torch.manual_seed(torch.seed() if seed is None else seed)
+    # Outside of usage_errors, because output that cannot be written is not a mistake in the flags.
     generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
     # The first text is printed while all are generated; tee keeps the tokens of the others.
     for row, batches in enumerate(tee(islice(generated, max_new_tokens), num_samples)):
