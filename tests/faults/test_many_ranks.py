@@ -96,13 +96,13 @@ def traffic(size, function):
 def start(env, store):
     """What a rank does at its start under torchrun, before the process group exists."""
     if env.rank == 0:  # rank 0 asks again every 2 ms: start it when all others have started
-        store.store.wait([f"request {rank}" for rank in range(1, env.world_size)], TIMEOUT)
+        store.store.wait([f"request {rank}" for rank in range(1, env.size)], TIMEOUT)
     ddp_setup._agree_on_run_id(store, env, 600)
 
 
 def gloo(env, store):
     """What gloo does when a group starts."""
-    groups.append(dist.ProcessGroupGloo(store, env.rank, env.world_size, TIMEOUT))
+    groups.append(dist.ProcessGroupGloo(store, env.rank, env.size, TIMEOUT))
 
 
 groups = []  # keeps the groups of gloo until the process ends
