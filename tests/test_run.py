@@ -216,6 +216,12 @@ def test_a_finished_run_says_how_to_continue_and_writes_nothing(done, undisturbe
     assert [*contents(out).values()] == [*contents(undisturbed(1)).values()]
 
 
+def test_a_checkpoint_does_not_say_where_a_resumed_run_writes():
+    saved = {"name": "a checkpoint", "config": {"out": "elsewhere", "lr": 0.5}}
+    flags = program_module.merge_saved_flags(program_module.Flags(), set(), saved)
+    assert (flags.out, flags.lr) == ("out", 0.5)
+
+
 @pytest.mark.parametrize("dtype, other", [("bfloat16", "float16"), ("float16", "float32")])
 def test_a_run_can_be_resumed_in_another_dtype(done, tmp_path, dtype, other):
     shutil.copytree(done(dtype)[1], tmp_path / "out")
