@@ -866,7 +866,7 @@ def cli(**values: Any) -> None:
     source = click.core.ParameterSource
     if command := ctx.invoked_subcommand:
         if source.COMMANDLINE in map(ctx.get_parameter_source, values):
-            raise click.UsageError(f"these flags are for training; {command} has its own, after it")
+            raise click.UsageError(f"give flags after the command: {command} has flags of its own")
         return
     given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)

@@ -127,6 +127,16 @@ def work_longer_than_the_timeout(folder: str) -> None:
         Path(folder, f"{world.rank}.json").write_text(json.dumps(seen))
 
 
+def interrupt_rank_1_twice_while_rank_0_computes() -> None:
+    with ddp_setup.process_group("cpu") as world:
+        dist.barrier()
+        if world.rank == 1:
+            with ddp_setup.stop_signals():
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+
 def signal_to_rank_1(number: str) -> None:
     """Rank 1 sends a signal to itself, and rank 0 waits for rank 1."""
     with ddp_setup.process_group("cpu", timeout=8) as world:
@@ -637,6 +647,7 @@ def runs(tmp_path_factory):
             no_launcher=partial(launch_without_launcher, "agree_and_fail", "0", writes=True),
             killed=spawned("kill_rank_1_while_rank_0_computes"),
             never_ends=spawned("rank_1_never_ends"),
+            second_ctrl_c=spawned("interrupt_rank_1_twice_while_rank_0_computes"),
             exit_7=spawned("exit_inside_the_block", "1", "7"),
             exit_0=spawned("exit_inside_the_block", "1", "0"),
             second_error=spawned("fail_in_the_second_group", "error"),
@@ -823,6 +834,11 @@ def test_sys_exit_of_one_rank_with_a_code_is_named_once(runs):
         ([1], ["spawn: rank 1 ended with exit code 7"]),
         ([7], ["rank 0: no answer from rank 1 (connection lost)"]),
     ]
+
+
+def test_a_second_ctrl_c_to_one_rank_only_ends_all_without_a_message(runs):
+    ended = runs("second_ctrl_c")
+    assert (ended.codes, ended.lines()) == ([130], [])
 
 
 def test_after_sys_exit_of_one_rank_without_a_code_the_rank_that_waits_names_it(runs):

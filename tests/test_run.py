@@ -849,7 +849,9 @@ CASES = {
     "old flag": Case(["--tokens", "byte"], ["--tokens", "--tokenizer"]),
     "old flag of sample": Case(["--tokens", 9], ["--tokens", "--max-new-tokens"], command="sample"),
     "unknown sub-command": Case(["smaple"], ["smaple"]),
-    "flags before a command": Case(["sample"], ["flags are for training", "sample"]),
+    "flags before a command": Case(
+        ["sample"], ["give flags after the command: sample has flags of its own"]
+    ),
     "spawn under a launcher": Case(
         ["--spawn", 2], ["--spawn", "launcher"], env={"RANK": "0", "WORLD_SIZE": "2"}
     ),
