@@ -608,9 +608,9 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     If all ranks end with the same exit code (and no signal), this code is returned. If not, and a
     rank has reported the error through process_group, the code of the rank that failed first is
     returned (1 if a signal killed that rank). The code 130 of a second Ctrl-C to a rank is returned
-    too, without a message. Otherwise ChildProcessError is raised. Its message,
-    one line for the user, names a rank that a signal killed, that did not end within `timeout`, or
-    that ended with another code than 0.
+    too, without a message. Otherwise ChildProcessError is raised. Its message, one line for the
+    user, names a rank that a signal killed, that did not end within `timeout`, or that ended with
+    another code than 0.
     """
     in_notebook = not hasattr(sys.modules["__main__"], "__file__")
     if in_notebook and b"__main__" in pickle.dumps((fn, args)):

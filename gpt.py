@@ -368,9 +368,9 @@ def sample(
 
     Each token costs the computation of one position, because keys and values are cached. When the
     context has more than block_size tokens, only its last ceil(block_size / 2) tokens are kept, and
-    these are processed again from position 0. From the first next() on, also
-    between two tokens, the model is in evaluation mode. Its old mode is restored when the iterator
-    that this function returned is closed or deleted.
+    these are processed again from position 0. From the first next() on, also between two tokens,
+    the model is in evaluation mode. Its old mode is restored when the iterator that this function
+    returned is closed or deleted.
     """
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")

@@ -93,7 +93,7 @@ class Program:
             if launcher is PYTHON and all(name.startswith("DDPKIT_") for name in env):
                 self.process = warm.Process(
                     warm_server(),
-                    root,
+                    root / "run.py",
                     [*map(str, args)],
                     environment,
                     theirs.fileno(),
@@ -206,12 +206,13 @@ def warm_server() -> str:
 
 
 @contextmanager
-def ahead(**calls: Callable[[], Any]) -> Iterator[dict[str, Future]]:
-    """Start all calls in background threads, one per core, and yield their futures by name.
+def ahead(at_once: int | None = None, /, **calls: Callable[[], Any]) -> Iterator[dict[str, Future]]:
+    """Start all calls in background threads, and yield their futures by name.
 
-    Most of a run is `import torch` on one core, so several runs at once use the machine better.
+    at_once: the number of threads; by default one per core. Most of a run is `import torch` on one core, so several
+        runs at once use the machine better. For runs that mostly sleep it can be higher.
     """
-    pool = ThreadPoolExecutor(os.cpu_count())
+    pool = ThreadPoolExecutor(at_once or os.cpu_count())
     try:
         yield {name: pool.submit(call) for name, call in calls.items()}
     finally:

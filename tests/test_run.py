@@ -646,7 +646,9 @@ def run_on_terminal(
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     heard, environment = b"", {**ENVIRONMENT, "TERM": "xterm"}
-    process = warm.Process(warm_server(), ROOT, [*map(str, flags)], environment, theirs, theirs)
+    process = warm.Process(
+        warm_server(), ROOT / "run.py", [*map(str, flags)], environment, theirs, theirs
+    )
     watchdog = threading.Timer(90, process.kill)
     watchdog.start()
     os.close(theirs)

@@ -1,9 +1,9 @@
-"""Start run.py in a fork of a Python process that has imported torch, which saves a second per start.
+"""Start a program in a fork of a Python process that has imported torch, which saves a second per start.
 
     python warm.py SOCKET        serve on this Unix socket until standard input ends
 
-A client sends the folder of run.py, the arguments and the environment as JSON, together with the two file descriptors
-for standard output and standard error. It receives the process id in one message and the exit code in another.
+A client sends the path of the program, the arguments and the environment as JSON, together with the two file
+descriptors for standard output and standard error. It receives the process id in one message and the exit code in another.
 """
 
 import json
@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +65,35 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
-    root = str(request["root"])
-    os.chdir(root)
+    folder, name = os.path.split(request["program"])
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.argv = ["run.py", *request["args"]]
-    sys.path[0] = root
-    runpy.run_path(f"{root}/run.py", run_name="__main__")  # ends the process
+    sys.argv = [name, *request["args"]]
+    sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    code = 1
+    try:
+        runpy.run_path(request["program"], run_name="__main__")  # run.py ends the process itself
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Process:
-    """A program that the server has started, with those methods of subprocess.Popen that conftest.Program uses."""
+    """A program that the server has started in the program's folder, with those methods of subprocess.Popen that
+    conftest.Program uses.
+    """
 
     def __init__(
-        self, server: str, root: Path, args: list[str], env: dict[str, str], out: int, err: int
+        self, server: str, program: Path, args: list[str], env: dict[str, str], out: int, err: int
     ):
         self.returncode: int | None = None
         self.client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.client.connect(server)
-        request = {"root": str(root), "args": args, "env": env}
+        request = {"program": str(program), "args": args, "env": env}
         socket.send_fds(self.client, [json.dumps(request).encode()], [out, err])
         self.pid = int(self.client.recv(64))
 

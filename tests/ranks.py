@@ -1,0 +1,286 @@
+"""What the ranks do in the tests of ddp_setup.py.
+
+`python -m ranks NAME ARGUMENTS` runs one of these functions as one rank, and `python -m ranks spawn NAME ARGUMENTS`
+runs it on two ranks that spawn() starts. This file does not import pytest, so that a rank starts sooner.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_setup
+
+
+def main(name: str, *args: str) -> None:
+    """Run one of the functions below. Print its error in one line with the rank, as run.py does."""
+    try:
+        code = globals()[name](*args)
+    except Exception as error:
+        print(f"rank {os.environ.get('RANK')}: {error}", file=sys.stderr, flush=True)
+        code = 1
+    sys.exit(code)
+
+
+def spawn(name: str, *args: str) -> int:
+    try:
+        return ddp_setup.spawn(main, 2, name, *args, timeout=3)
+    except ChildProcessError as error:
+        print(f"spawn: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def agree_and_fail(folder: str, failing: str, error: str = "the cause") -> None:
+    """Write down what this rank gets from the functions of ddp_setup. Then the ranks in `failing` raise an error."""
+    calls = []
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        made = ddp_setup.from_rank_zero(lambda: calls.append("made") or {"by": world.rank}, world)
+        try:
+            ddp_setup.from_rank_zero(lambda: calls.append("failed") or int("no number"), world)
+        except ValueError as wrong:
+            text = str(wrong)
+        try:
+            ddp_setup.wait_together(lambda: [1][world.rank] and open("no/such file"), world)
+        except (OSError, IndexError) as wrong:
+            text += f", {type(wrong).__name__}"
+        flags = [
+            ddp_setup.any_rank(flag, world)
+            for flag in (world.rank == 1, world.rank == 0, True, False)
+        ]
+        torch.manual_seed(world.rank)
+        model = ddp_setup.replicate(nn.Linear(2, 1), world)
+        weight = model.module.weight.flatten().tolist()
+        threads = torch.get_num_threads()
+        timeout = dist.group.WORLD._get_backend(world.device).options._timeout.total_seconds()
+        seen = [*world[:4], str(world.device), threads, timeout, made, text, flags, calls, weight]
+        Path(folder, f"{world.rank}.json").write_text(json.dumps(seen))
+        dist.barrier()
+        if str(world.rank) in failing:
+            raise RuntimeError(error)
+        dist.barrier()
+
+
+def work_longer_than_the_timeout(folder: str) -> None:
+    """First only rank 0 works for longer than the timeout, then only rank 1. Both leave with sys.exit()."""
+    seen = {}
+    try:
+        with ddp_setup.process_group("cpu", timeout=5) as world:
+            model = ddp_setup.replicate(nn.Linear(2, 1), world)
+            model(torch.ones(1, 2)).sum().backward()
+            seen["made"] = ddp_setup.from_rank_zero(lambda: time.sleep(7) or world.rank, world)
+            begin = time.monotonic()
+            try:
+                seen["own"] = ddp_setup.wait_together(
+                    lambda: time.sleep(7) or "slept" if world.rank else {}["key"], world
+                )
+            except KeyError as error:
+                seen["own"] = repr(error)
+            seen["waited"] = time.monotonic() - begin
+            sys.exit()
+    finally:
+        seen["left the group"] = not dist.is_initialized()
+        Path(folder, f"{world.rank}.json").write_text(json.dumps(seen))
+
+
+def interrupt_rank_1_twice_while_rank_0_computes() -> None:
+    with ddp_setup.process_group("cpu") as world:
+        dist.barrier()
+        if world.rank == 1:
+            with ddp_setup.stop_signals():
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+
+def signal_to_rank_1(number: str) -> None:
+    """Rank 1 sends a signal to itself, and rank 0 waits for rank 1."""
+    with ddp_setup.process_group("cpu", timeout=8) as world:
+        dist.barrier()
+        if world.rank == 1:
+            os.kill(os.getpid(), int(number))
+        dist.barrier()
+
+
+def kill_rank_1_while_rank_0_computes() -> None:
+    with ddp_setup.process_group("cpu") as world:
+        dist.barrier()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+        raise RuntimeError("rank 0 is still running")
+
+
+def run_in(expression: str, file: str, in_function: bool) -> None:
+    """Evaluate an expression as code of torch/FILE.py, in a function or while it is imported."""
+    code = f"def f():\n    {expression}\nf()" if in_function else expression
+    exec(compile(code, f"/torch/{file}.py", "exec"), {"os": os, "signal": signal, "time": time})
+
+
+def wait_for_one_another(kind: str) -> None:
+    """Do what `kind` says; at the end, both ranks meet in a barrier.
+
+    Unless torch.compile is imitated (by code in a file of its name), gloo's timeout is an hour, so
+    that only the thread of process_group can end a rank.
+    """
+    if kind == "the store is lost":
+        # gloo would notice this at once. Imitate NCCL, which waits in a collective.
+        pending = {"last_enqueued_collective": 2, "last_completed_collective": 1}
+        status = json.dumps({"pg_status": {"0": pending}})
+        torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
+    init = dist.init_process_group
+    hour = {} if "compiles" in kind else {"timeout": timedelta(hours=1)}
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if kind == "rank 1 is stopped while the group is made" and kwargs["rank"] == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        init(*args, **{**kwargs, **hour})  # here the group is made
+
+    dist.init_process_group = init_process_group
+    connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
+    ddp_setup._connect_to_store = lambda env, address, _: connect(env, address, 60)
+    if kind == "rank 1 does not join the second group":
+        with ddp_setup.process_group("cpu") as world:
+            dist.barrier()
+        if world.rank == 1:
+            time.sleep(60)
+    with ddp_setup.process_group("cpu", timeout=4) as world:
+        dist.barrier()
+        if world.rank == 1 and kind == "in different lines":
+            time.sleep(60)  # here is rank 1
+        if world.rank == 0 and kind == "rank 0 is elsewhere":  # It serves the store.
+            time.sleep(60)
+        if world.rank == 1 and kind == "rank 1 works":
+            while True:
+                sum(range(1000))
+                sum(range(1001))  # here rank 1 works
+        if kind == "nobody waits":  # Both are in one line for twice the timeout.
+            time.sleep(8)
+        if kind == "in a group of their own":  # WORLD has no collective for twice the timeout.
+            group, end = dist.new_group([0, 1]), time.monotonic() + 8
+            more = torch.ones(1)
+            while more:
+                time.sleep(0.05 * world.rank)  # so that rank 0 is nearly always in a collective
+                more.fill_(time.monotonic() < end)
+                dist.all_reduce(more, dist.ReduceOp.MIN, group=group)
+        if kind == "rank 1 is stopped in a compilation" and world.rank == 1:
+            stop = "time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP)"
+            run_in(stop, "_dynamo/convert_frame", in_function=True)
+        if "compile" in kind and world.rank == 1:
+            file = "_inductor/compile_fx" if "kernels" in kind else "_dynamo/convert_frame"
+            compiles = "compiles" in kind
+            run_in(f"time.sleep({5 if compiles else 60})", file, in_function=compiles)
+        if kind in ("rank 0 has left", "rank 1 has left"):
+            if str(world.rank) not in kind:
+                time.sleep(9)
+            return
+        if kind == "the store is lost":
+            if world.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        dist.barrier()  # here the others are
+
+
+def two_groups_one_after_the_other() -> None:
+    """Rank 0 serves the store and leaves the first group a second later than rank 1."""
+    sleep = time.sleep
+    for _ in range(2):
+        with ddp_setup.process_group("cpu", timeout=60) as world:
+            assert not ddp_setup.any_rank(False, world)
+            if world.rank == 0:
+                time.sleep = lambda _: sleep(1)
+
+
+def rank_1_never_ends() -> None:
+    with ddp_setup.process_group("cpu") as world:
+        dist.barrier()
+        if world.rank == 1:
+            time.sleep(60)
+
+
+def exit_inside_the_block(ranks: str, code: str) -> None:
+    """The ranks in `ranks` call sys.exit(code) inside the `with` block; the others wait for them."""
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        dist.barrier()
+        if str(world.rank) in ranks:
+            sys.exit(int(code))
+        dist.barrier()
+
+
+def fail_in_the_second_group(how: str) -> None:
+    """All ranks fail in a first process group, and the program goes on. Then rank 1 fails in a second one."""
+    with suppress(ValueError, SystemExit), ddp_setup.process_group("no device"):
+        pass
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        dist.barrier()
+        if world.rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("in the second group")
+        dist.barrier()
+
+
+def compute_without_end(folder: str) -> None:
+    with ddp_setup.process_group("cpu") as world:
+        Path(folder, f"{world.rank} is up").touch()
+        time.sleep(60)
+
+
+def wait_for_stop(folder: str) -> None:
+    """Wait until a rank gets a stop signal. Then all ranks exit with 3, inside the `with` block."""
+    with ddp_setup.stop_signals() as stop_requested, ddp_setup.process_group("cpu") as world:
+        dist.barrier()
+        Path(folder, f"{world.rank} is up").touch()
+        while not ddp_setup.any_rank(stop_requested(), world):
+            time.sleep(0.02)
+        how = "got the signal" if stop_requested() else "was told by the other rank"
+        Path(folder, f"{world.rank} {how}").touch()
+        sys.exit(3)
+
+
+def raise_without_catching() -> None:
+    raise ValueError("the function does not catch this")
+
+
+def train_in_two_parts() -> None:
+    """Make 4 updates, and 2 and 2 with a new replica in between; compare the weights bit by bit."""
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+
+        def train(state: dict[str, torch.Tensor], steps: range) -> dict[str, torch.Tensor]:
+            model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 9))
+            model.load_state_dict(state)
+            replica = ddp_setup.replicate(model, world)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            for step in steps:
+                seeded = torch.Generator().manual_seed(100 * step + world.rank)
+                replica(torch.randn(8, 40, generator=seeded)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return model.state_dict()
+
+        torch.manual_seed(0)
+        start = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 9)).state_dict()
+        whole, parts = train(start, range(4)), train(train(start, range(2)), range(2, 4))
+        assert all(torch.equal(whole[name], parts[name]) for name in start)
+
+
+def compare_batch_norm_statistics() -> None:
+    with ddp_setup.process_group("cuda") as world:
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1))
+        model = ddp_setup.replicate(converted, world)
+        model(torch.full((4, 1), float(world.rank), device=world.device)).sum().backward()
+        # The momentum is 0.1, and the batch of both ranks has the mean 1 / 2.
+        torch.testing.assert_close(model.module.running_mean.item(), 0.05)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
