@@ -767,7 +767,7 @@ def repeat_call(call: Call, times: int) -> None:
 
 
 def all_logits(step: Call) -> Call:
-    """Return the same step, but with all logits in memory at once: none is computed twice."""
+    """Return the same step, but with all logits in memory at once."""
     in_parts = gpt.cross_entropy
 
     def call() -> None:

@@ -398,18 +398,47 @@ def test_cross_entropy_in_parts_gives_the_same_loss_and_gradients(parts):
 
 
 def test_cross_entropy_is_computed_in_as_few_parts_as_allowed(monkeypatch):
-    rows, checkpoint = [], gpt.checkpoint
+    rows, at_once = [], gpt.cross_entropy_at_once
 
-    def watched(part, x, targets, **options):
+    def watched(x, weight, targets):
         rows.append(len(x))
-        return checkpoint(part, x, targets, **options)
+        return at_once(x, weight, targets)
 
-    monkeypatch.setattr(gpt, "checkpoint", watched)
+    monkeypatch.setattr(gpt, "cross_entropy_at_once", watched)
     x, weight = torch.randn(5, 4), torch.randn(50, 4)
-    for max_logits, expected in ((30, [1] * 5), (200, [4, 1]), (249, [4, 1]), (250, [])):
-        rows.clear()
-        gpt.cross_entropy(x, weight, torch.zeros(5, dtype=torch.int64), max_logits)
-        assert rows == expected
+    for max_logits, expected in ((30, [1] * 5), (200, [4, 1]), (249, [4, 1]), (250, [5])):
+        for grad in (True, False):
+            rows.clear()
+            with torch.set_grad_enabled(grad):
+                gpt.cross_entropy(x, weight, torch.zeros(5, dtype=torch.int64), max_logits)
+            assert rows == expected
+
+
+@pytest.mark.parametrize("trained", ["x", "weight"])
+def test_cross_entropy_in_parts_with_one_frozen_input_gives_the_gradient_of_the_other(trained):
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(9, 4), "weight": torch.randn(50, 4)}
+    inputs[trained].requires_grad_()
+    y = torch.randint(50, (9,))
+    grads = [
+        torch.autograd.grad(gpt.cross_entropy(**inputs, targets=y, max_logits=n), inputs[trained])
+        for n in (100, 1000)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_a_second_derivative_of_cross_entropy_in_parts_is_an_error():
+    x, weight, y = torch.randn(5, 4, requires_grad=True), torch.randn(50, 4), torch.arange(5)
+    (first,) = torch.autograd.grad(gpt.cross_entropy(x, weight, y, 50), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        first.sum().backward()
+
+
+def test_the_logits_of_parts_are_computed_once():
+    x, weight, y = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4), torch.arange(64) % 50
+    with FlopCounterMode(display=False) as counter:
+        gpt.cross_entropy(x, weight.requires_grad_(), y, max_logits=500).backward()
+    assert counter.get_total_flops() == 3 * 2 * 64 * 4 * 50
 
 
 def test_cross_entropy_never_holds_more_logits_than_allowed():
