@@ -21,12 +21,11 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -223,47 +222,30 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -
 
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
     max_logits: about how many float32 logits may exist at a time. If N * V is more, the rows are
-        processed in parts: see CrossEntropyInParts.
+        processed in parts. Then the gradients are computed here, while the logits of each part are
+        in memory, and the backward pass only scales them. They cannot be differentiated again.
     (F.linear_cross_entropy of torch 2.13 saves memory too, but accumulates the sum in bfloat16.)
     """
+
+    def part_of_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
     rows = max(1, max_logits // len(weight))
-    if len(x) > rows and torch.is_grad_enabled():
-        in_parts: Callable[..., Tensor] = CrossEntropyInParts.apply
-        return in_parts(x, weight, targets, rows)
-    parts = zip(x.split(rows), targets.split(rows))
-    return torch.stack([cross_entropy_at_once(part, weight, y) for part, y in parts]).sum()
-
-
-def cross_entropy_at_once(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute the result of cross_entropy with all logits in memory."""
-    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
-
-
-class CrossEntropyInParts(torch.autograd.Function):
-    """Compute cross_entropy with the logits of only `rows` rows in memory.
-
-    The forward pass also computes the gradients of each part, while its logits are in memory. So
-    the backward pass needs no logits. The gradients cannot be differentiated again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        loss = x.new_zeros((), dtype=torch.float32)
-        x_grad, weight_grad = torch.zeros_like(x), torch.zeros_like(weight)
-        compute = torch.func.grad_and_value(cross_entropy_at_once, argnums=(0, 1))
-        for part, y, part_grad in zip(x.split(rows), targets.split(rows), x_grad.split(rows)):
-            grads, value = compute(part, weight, y)
+    parts = x.split(rows), targets.split(rows)
+    if len(x) <= rows or not torch.is_grad_enabled():
+        return torch.stack([part_of_loss(part, weight, y) for part, y in zip(*parts)]).sum()
+    loss = torch.zeros((), device=x.device)
+    x_grad, weight_grad = torch.zeros_like(x), torch.zeros_like(weight)
+    with torch.no_grad():
+        gradients_and_loss = torch.func.grad_and_value(part_of_loss, argnums=(0, 1))
+        for part, y, part_grad in zip(*parts, x_grad.split(rows)):
+            gradients, value = gradients_and_loss(part, weight, y)
+            part_grad += gradients[0]
+            weight_grad += gradients[1]
             loss += value
-            part_grad += grads[0]
-            weight_grad += grads[1]
-        ctx.save_for_backward(x_grad, weight_grad)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x_grad, weight_grad = ctx.saved_tensors
-        return x_grad * grad, weight_grad * grad, None, None
+    # This term has the value 0. It gives the result the gradients that were computed above.
+    products = (x * x_grad).sum(dtype=loss.dtype) + (weight * weight_grad).sum(dtype=loss.dtype)
+    return loss + (products - products.detach())
 
 
 def build(config: Config, seed: int | None, checkpoint_activations: bool = False) -> GPT:

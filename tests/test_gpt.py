@@ -398,13 +398,13 @@ def test_cross_entropy_in_parts_gives_the_same_loss_and_gradients(parts):
 
 
 def test_cross_entropy_is_computed_in_as_few_parts_as_allowed(monkeypatch):
-    rows, at_once = [], gpt.cross_entropy_at_once
+    rows, original = [], F.cross_entropy
 
-    def watched(x, weight, targets):
-        rows.append(len(x))
-        return at_once(x, weight, targets)
+    def watched(logits, targets, **options):
+        rows.append(len(logits))
+        return original(logits, targets, **options)
 
-    monkeypatch.setattr(gpt, "cross_entropy_at_once", watched)
+    monkeypatch.setattr(F, "cross_entropy", watched)
     x, weight = torch.randn(5, 4), torch.randn(50, 4)
     for max_logits, expected in ((30, [1] * 5), (200, [4, 1]), (249, [4, 1]), (250, [5])):
         for grad in (True, False):
@@ -432,6 +432,20 @@ def test_a_second_derivative_of_cross_entropy_in_parts_is_an_error():
     (first,) = torch.autograd.grad(gpt.cross_entropy(x, weight, y, 50), x, create_graph=True)
     with pytest.raises(RuntimeError, match="does not require grad"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cross_entropy_in_parts_of_many_rows_is_finite_in_each_dtype(dtype):
+    """The sum of the products in it is larger than float16 can be."""
+    x = torch.full((9000, 4), 8.0, dtype=dtype, requires_grad=True)
+    weight = torch.eye(50, 4).requires_grad_()
+    with torch.autocast("cpu", dtype):
+        loss = gpt.cross_entropy(x, weight, torch.full((9000,), 49), max_logits=50 * 1000)
+    loss.backward()
+    torch.testing.assert_close(
+        loss.item(), 9000 * math.log(4 * math.exp(8) + 46), rtol=1e-4, atol=0
+    )
+    assert x.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
 def test_the_logits_of_parts_are_computed_once():
