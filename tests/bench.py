@@ -355,6 +355,23 @@ def training() -> Iterator[Row]:
             yield row(what, reached, "GFLOP/s", "matrix product", peak)
 
 
+def vocabulary() -> Iterator[Row]:
+    """Compare steps with a large vocabulary, whose logits do not fit into memory at once, with the tutorial loop."""
+    shape = LARGE._replace(vocab=GPT2.vocab)
+    for dtype in DTYPES:
+        taken = medians(
+            {
+                "tutorial loop, float32": plain_step(shape),
+                "all logits at once": all_logits(toolkit_step(shape, dtype)),
+                "adamw": toolkit_step(shape, dtype),
+            }
+        )
+        rate = {name: shape.T * shape.B / seconds for name, seconds in taken.items()}
+        what, ours = f"{shape} {dtype_name(dtype)} adamw", rate.pop("adamw")
+        for name, other in rate.items():
+            yield row(what, ours, "tokens/s", name, other)
+
+
 def data() -> Iterator[Row]:
     """Measure how fast batches are read from a memory map, and how large files affect the start."""
     with tempfile.TemporaryDirectory() as folder:
@@ -1046,7 +1063,18 @@ def note(text: str) -> None:
 
 PATH = click.Path(exists=True, resolve_path=True)
 GPU_PARTS = [gpu_speed, gpu_waits, gpu_resume, gpu_messages, gpu_quality]
-PARTS = [limits, training, data, scaling, frameworks, checkpoints, start_up, sampling, memory]
+PARTS = [
+    limits,
+    training,
+    vocabulary,
+    data,
+    scaling,
+    frameworks,
+    checkpoints,
+    start_up,
+    sampling,
+    memory,
+]
 
 
 @click.command()
