@@ -13,9 +13,9 @@
     if torch.distributed.is_initialized():    # restore_ does not tell the other ranks the step
         torch.distributed.broadcast_object_list(step)    # now step[0] is the same on all ranks
 
-If newest() raises on rank 0, the other ranks wait in restore_ until rank 0 ends or the timeout of
-the process group is over. To avoid that, use wait_together() of ddp_setup.py on all ranks:
-it raises the error of one rank on all of them.
+If a function raises on rank 0 only, for example newest(), the other ranks wait in restore_ until
+rank 0 ends or the timeout of the process group is over. To avoid that, call it with wait_together()
+of ddp_setup.py on all ranks, which raises the error of one rank on all of them.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
@@ -25,12 +25,12 @@ first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed
 snapshot().
 
 A checkpoint name without ".pt" is the name of a folder: a sharded checkpoint, which
-extras/sharded.py writes, reads and deletes. This module only lists it and can rename it.
+extras/sharded.py writes, reads and deletes. This module can only list it and rename it.
 
-Every rank must call snapshot() and restore_(). All other functions are for one process, usually
-rank 0. They may run in a thread: ThreadPoolExecutor(1).submit(save, ...) saves during training.
-Folders are local paths; for URLs see extras/remote.py. Functions that use files raise OSError if
-the file system fails, unless they say something else.
+Every rank must call snapshot() and restore_(). The other functions need no other rank: call them on
+one, usually rank 0. They may run in a thread: ThreadPoolExecutor(1).submit(save, ...) saves during
+training. Folders are local paths; for URLs see extras/remote.py. Functions that use files raise
+OSError if the file system fails, unless they say something else.
 """
 
 import copy
@@ -63,8 +63,8 @@ except ImportError:  # on Windows
 State = dict[str, Any]
 # step, loss (optional), digest, ".pt" (not for a sharded checkpoint)
 NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})(\.pt)?")
-# Names of files that are being written start with this. So do names of folders that
-# extras/sharded.py is writing or deleting.
+# Names of files that are being written start with this. Names of folders that extras/sharded.py is
+# writing or deleting start with it too.
 TEMPORARY = ".saving-"
 
 
@@ -88,7 +88,7 @@ class Found(NamedTuple):
 
 
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
-    """Return {"model": {...}, "optimizers": [...], **more}, with copies of all state on the CPU.
+    """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
     Every rank must call this. In a process group, ranks other than 0 get empty dicts for the model
     and the optimizers. On these ranks the result is not a checkpoint; do not save it. The copies
@@ -110,8 +110,9 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
         ],
     }
     # Some tensors of `state` are copies already: torch has gathered them or moved them to the CPU.
-    # The others share memory with the training, and deepcopy must copy only these. `live` has the
-    # addresses of all tensors that the training uses. deepcopy does not copy what is in its memo.
+    # The others share memory with the training, and deepcopy must copy only these. deepcopy does
+    # not copy what is in its memo, so put the tensors there that are copies already. `live` has the
+    # addresses of all tensors that the training uses.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # of a DTensor, the shard of this rank
@@ -136,10 +137,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
     Every rank must call this. In a process group all ranks get the state of rank 0, and what the
     other ranks pass is ignored. If rank 0 passes {}, nothing changes on any rank. If the state has
-    "optimizers", the optimizers get their saved moments. If not, their moments are deleted, so that
-    the optimizers are as they were before their first step. In both cases they keep the settings
-    that they have now (learning rate, weight decay, ...), and the gradients of their parameters are
-    deleted. `state` is not changed and shares no memory with the model and the optimizers.
+    "optimizers", the optimizers get their saved moments (all that they keep per parameter, such as
+    the number of steps). If not, their moments are deleted, so that the optimizers are as they were
+    before their first step. In both cases they keep the settings that they have now (learning rate,
+    weight decay, ...), and the gradients of their parameters are deleted. `state` is not changed
+    and shares no memory with the model and the optimizers.
 
     ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
     and moments may be deleted.
@@ -147,7 +149,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     in_group = dist.is_initialized()
     if in_group:
         # At first the other ranks get all but the content of the tensors, so that all ranks find
-        # the same errors. Tensors on the device "meta" have no content; dcp sends it later.
+        # the same errors. Tensors on the device "meta" have no content; set_model_state_dict and
+        # set_optimizer_state_dict send it later.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
@@ -170,8 +173,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     dcp.set_model_state_dict(model, dict(state["model"]), options=options)  # torch changes the dict
     for optimizer, old, groups in zip(optimizers, saved, settings):
         if old:
-            # torch requires "param_groups". It replaces those of the optimizer by copies in which
-            # tuples, such as betas, have become lists. So put the original ones back afterwards.
+            # torch requires "param_groups", and replaces the groups of the optimizer by copies in
+            # which tuples, such as betas, have become lists. So put the original ones back after
+            # it.
             new = {"state": copy.deepcopy(old["state"]), "param_groups": groups}
             own = optimizer.param_groups
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
@@ -216,7 +220,7 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
 
 
 def _kind(value: Any) -> str:
-    """Return the shape and dtype of a tensor as text."""
+    """Describe a value as text: a tensor by its shape and dtype."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}"
     return "missing" if value is None else f"a {type(value).__name__}"
@@ -231,11 +235,12 @@ def save(
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
     state: what snapshot() returned on rank 0; it is only read. loss: the validation loss (lower is
-    better), which becomes part of the name. keep: if given, prune(folder, keep) follows. It goes by
-    steps: beside checkpoints of higher steps, it can delete the new one at once. The folder is
-    created if needed. ValueError if load() would refuse the file, for example because the model has
-    NaN. After an error in writing, the checkpoints that existed before are untouched, and no
-    temporary file is left. After an error in prune(), the new checkpoint exists too.
+    better), which becomes part of the name. keep: if given, prune(folder, keep) follows. prune()
+    compares steps, not times: if the folder has checkpoints with higher steps, it can delete the
+    new one at once. The folder is created if needed. ValueError if load() would refuse the file,
+    for example because the model has NaN. After an error in writing, the checkpoints that existed
+    before are untouched, and no temporary file is left. An error in prune() comes after the new
+    checkpoint is complete.
     """
     _check_state(state)
     handled = sys.exception()  # None, or the error that the caller is handling
@@ -245,8 +250,8 @@ def save(
             torch.save(state, file)
         except RuntimeError as error:
             # After an OSError, for example of a full disk, torch.save raises RuntimeError when it
-            # closes the file, with the OSError as __context__. Raise the OSError. But __context__
-            # can also be the error that the caller is handling.
+            # closes the file, with the OSError as __context__. Raise that OSError instead, unless
+            # __context__ is the error that the caller is handling.
             cause = error.__context__
             raise cause if isinstance(cause, OSError) and cause is not handled else error
         file.flush()
@@ -341,10 +346,11 @@ def newest(
 ) -> tuple[Found | None, list[str]]:
     """Return the newest checkpoint that verifies, and a message for each newer, damaged checkpoint.
 
-    A checkpoint verifies if load() returns its state. If load() raises OSError or ValueError, the
-    checkpoint counts as damaged, and the next older one is tried. Other exceptions are passed on,
-    for example NotImplementedError if it meets a sharded checkpoint before a good one.
-    (None, []) means that there are no checkpoints. ValueError if there are some but none verifies.
+    "Newer" means a higher step. A checkpoint verifies if load() returns its state. If load() raises
+    OSError or ValueError, the checkpoint counts as damaged, and the next older one is tried. Other
+    exceptions are passed on, for example NotImplementedError if a sharded checkpoint is newer than
+    each good one. (None, []) means that there are no checkpoints. ValueError if there are some but
+    none verifies.
 
     load, list_checkpoints: by default the functions of this file. extras/remote.py and
         extras/sharded.py pass their own.
@@ -368,7 +374,8 @@ def newest(
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """Return the entries to delete. The last `keep` and the one with the lowest loss are kept.
 
-    entries: in the order of steps. If several have the lowest loss, the last of them is kept.
+    entries: in the order of steps. If several have the lowest loss, the one with the highest step
+    is kept.
     """
     rated = [entry for entry in entries if entry.loss is not None]
     best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
@@ -389,9 +396,9 @@ def prune(folder: str, keep: int) -> None:
 def remove(folder: str, name: str) -> None:
     """Delete the file of a checkpoint. A missing file is no error.
 
-    A folder, such as a sharded checkpoint, is not deleted, because this module cannot delete it in
-    a way that survives a power failure: extras/sharded.py can. Here set_aside() adds ".damaged" to
-    its name, even if it is intact, and it still uses its disk space.
+    A folder, such as a sharded checkpoint, is not deleted: a power failure could leave a half under
+    the name of a checkpoint. (extras/sharded.py avoids that.) Here set_aside() adds ".damaged" to
+    the name of the folder, even if the checkpoint is intact. The folder still uses disk space.
     """
     path = Path(folder, name)
     if path.is_dir():
@@ -416,11 +423,12 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     too, until it ends. Returns None and deletes nothing if the system (Windows) or the file system
     has no locks. Waits up to `timeout` seconds, because a process that was killed may need a moment
     to end. ValueError, with host, pid and time of locking, if another process (or another result of
-    lock() in this one) has the lock after that.
+    lock() in this one) still has the lock then.
 
     This is flock instead of the package filelock. If the file system refuses locks, old versions of
-    filelock wait for ever, and newer versions use a lock that stays when a process on another host
-    crashes. Versions up to 3.29 also delete the text in the lock file, which names the holder.
+    filelock wait for ever, and newer versions use a lock that nobody releases when a process on
+    another host crashes. Versions up to 3.29 also delete the text in the lock file, which names the
+    holder.
     """
     if not fcntl:
         return None
@@ -481,7 +489,10 @@ def read_text(folder: str, name: str) -> str:
 
 
 def make_folder(folder: str) -> None:
-    """Create a folder, and the folders above it, so that they survive a power failure."""
+    """Create a folder, and the folders above it, so that they survive a power failure.
+
+    ValueError if the name is empty or a URL.
+    """
     if not folder or "://" in folder:
         raise ValueError(f"folder {folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder).absolute()

@@ -11,21 +11,22 @@ normalised queries and keys (Henry et al., 2020), squared ReLU (So et al., 2021)
 output layer that does not share its weights with the embedding. At initialisation its residual
 branches output zero.
 
-This file contains plain PyTorch. No function here communicates with other ranks.
+This file contains plain PyTorch. Nothing here communicates with other ranks.
 
 Letters in shapes: B sequences in a batch, T tokens in a sequence, C = embd, H heads, D = C / H,
-V tokens in the vocabulary, S positions that keys and values have.
+V tokens in the vocabulary, S positions of the keys and values.
 """
 
 import math
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -49,7 +50,7 @@ class Arch(NamedTuple):
     rotary: bool  # True: rotary positions, normalised queries and keys. False: learned positions
     bias: bool  # linear layers in the blocks have a bias
     tied_head: bool  # the output layer uses the weights of the embedding
-    zero_branches: bool  # the layers before a residual addition have initial weights of zero
+    zero_branches: bool  # the last layer of each branch (out, down) starts with weights of zero
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -66,8 +67,9 @@ def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
     count - 1.
 
     half: D / 2, the number of rotated pairs. Pair i turns by 10000 ** (-i / half) radians per
-        position. Returns (2, count, half) with the dtype and device of `like`: index 0 is the
-        cosine, index 1 the sine.
+        position.
+    Returns (2, count, half) with the dtype and device of `like`: index 0 is the cosine, index 1 the
+    sine.
     """
     rates = 10000.0 ** (-torch.arange(half, device=like.device) / half)
     angles = torch.outer(torch.arange(start, start + count, device=like.device), rates)
@@ -163,8 +165,9 @@ class GPT(nn.Module):
         super().__init__()
         arch, width = ARCHS[config.arch], config.embd
         self.config, self.checkpoint_activations = config, checkpoint_activations
-        # nn.Embedding(V, C) would call normal_. On the device "meta", the first call of normal_
-        # imports modules, which takes one second. (nn.Linear calls uniform_, which does not.)
+        # nn.Embedding(V, C) would call normal_. On the device "meta", which build uses, the first
+        # call of normal_ imports modules for one second. (nn.Linear calls uniform_, which does
+        # not.)
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
@@ -189,9 +192,10 @@ class GPT(nn.Module):
         caches: for sampling, (layers, 2, B, H, S, D): the keys and values of S positions. The first
             S - T positions hold those of earlier tokens. Those of `tokens` are written to the last
             T. Each token attends to all positions up to its own. Pass caches only in evaluation
-            mode: blocks whose activations are checkpointed in training do not use them.
+            mode: in training with checkpoint_activations they are ignored, without an error.
         start: position of the first token; S - T with caches. With learned positions, start + T
-            must be at most block_size. With rotary positions, sequences may be longer.
+            must be at most block_size, which is not always checked. With rotary positions,
+            sequences may be longer.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
@@ -211,8 +215,8 @@ class GPT(nn.Module):
         if targets is None:
             logits: Tensor = self.head(x if caches is None else x[:, -1:])
             return logits
-        # About this many logits are computed at a time. 2**28 float32 logits are 1 GiB: 5,000
-        # tokens with V = 50,000, enough to keep a GPU busy. On a CPU, 128 MiB are enough.
+        # 2**28 float32 logits are 1 GiB: 5,000 tokens with V = 50,000, enough to keep a GPU busy.
+        # On a CPU, 128 MiB are the fastest.
         max_logits = 1 << (28 if x.is_cuda else 25)
         return cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), max_logits)
 
@@ -221,31 +225,50 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -
     """Compute the sum over N rows of the cross-entropy, in nats, of the logits x @ weight.T.
 
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
-    max_logits: about how many float32 logits may exist at a time. If N * V is more, the rows are
-        processed in parts. Then the gradients are computed here, while the logits of each part are
-        in memory, and the backward pass only scales them. They cannot be differentiated again.
-    (F.linear_cross_entropy of torch 2.13 saves memory too, but accumulates the sum in bfloat16.)
+    max_logits: number of logits that are computed at a time. If N * V is more, the rows are
+        processed in parts: see CrossEntropyInParts. The memory is about four times that of these
+        logits in float32, because softmax and gradients have as many numbers.
+    (F.linear_cross_entropy of torch 2.13 saves memory too, but adds up the loss in bfloat16.)
+    """
+    rows = max(1, max_logits // len(weight))
+    if len(x) > rows and torch.is_grad_enabled():
+        return CrossEntropyInParts.apply(x, weight, targets, rows)  # type: ignore
+    parts = zip(x.split(rows), targets.split(rows))
+    return torch.stack([cross_entropy_at_once(part, weight, y) for part, y in parts]).sum()
+
+
+def cross_entropy_at_once(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Compute the result of cross_entropy with all logits in memory."""
+    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
+
+class CrossEntropyInParts(torch.autograd.Function):
+    """Compute cross_entropy for `rows` rows of x at a time.
+
+    The forward pass also computes the gradients of each part, while the logits of the part are in
+    memory. The backward pass only scales them. Second derivatives raise an error. In float16, the
+    factor of a GradScaler comes too late for gradients of logits below 6e-8: they are 0.
     """
 
-    def part_of_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
-
-    rows = max(1, max_logits // len(weight))
-    parts = x.split(rows), targets.split(rows)
-    if len(x) <= rows or not torch.is_grad_enabled():
-        return torch.stack([part_of_loss(part, weight, y) for part, y in zip(*parts)]).sum()
-    loss = torch.zeros((), device=x.device)
-    x_grad, weight_grad = torch.zeros_like(x), torch.zeros_like(weight)
-    with torch.no_grad():
-        gradients_and_loss = torch.func.grad_and_value(part_of_loss, argnums=(0, 1))
-        for part, y, part_grad in zip(*parts, x_grad.split(rows)):
-            gradients, value = gradients_and_loss(part, weight, y)
-            part_grad += gradients[0]
-            weight_grad += gradients[1]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        gradients_and_loss = torch.func.grad_and_value(cross_entropy_at_once, argnums=(0, 1))
+        loss, x_grads = torch.zeros((), dtype=torch.float32, device=x.device), []
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        for part, y in zip(x.split(rows), targets.split(rows)):
+            (x_grad, more), value = gradients_and_loss(part, weight, y)
+            x_grads.append(x_grad)
+            weight_grad += more
             loss += value
-    # This term has the value 0. It gives the result the gradients that were computed above.
-    products = (x * x_grad).sum(dtype=loss.dtype) + (weight * weight_grad).sum(dtype=loss.dtype)
-    return loss + (products - products.detach())
+        ctx.save_for_backward(torch.cat(x_grads), weight_grad)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x_grad, weight_grad = ctx.saved_tensors
+        # float(), because on CUDA x_grad * grad would round the factor to the dtype of x_grad.
+        return x_grad.float() * grad, weight_grad * grad, None, None
 
 
 def build(config: Config, seed: int | None, checkpoint_activations: bool = False) -> GPT:
@@ -314,13 +337,14 @@ def compile_(model: GPT) -> None:
     gradients of one block while those of the block before it are computed. As all blocks have the
     same code and shapes, the graph of the first block is used for all of them.
 
-    The loss is not compiled. `cross_entropy` also sees the shapes of its parts, and torch compiles
-    a function for at most eight shapes. Which eight these are would depend on their order, so a
-    resumed run could differ.
+    torch would compile a function for at most eight shapes and run it uncompiled for all others.
+    Which eight these are depends on their order, so a resumed run could differ. This function sets
+    the limit of the process to 64. The loss is not compiled.
     """
+    torch._dynamo.config.recompile_limit = 64
     for block in model.blocks:
         # With dynamic shapes, torch would compile a general graph when it sees a second shape. This
-        # graph rounds and draws dropout differently. So the result of a step would depend on the
+        # graph has other rounding and other dropout. So the result of a step would depend on the
         # shapes before it, and a resumed run would differ from one that was not interrupted.
         block.compile(dynamic=False)
 
@@ -370,11 +394,11 @@ def sample(
     Yields the next token of each prompt: (B,) int64 on the device of the model; (1,) for a single
     prompt.
 
-    Each token costs the computation of one position, because keys and values are cached. When the
-    context has more than block_size tokens, only its last ceil(block_size / 2) tokens are kept, and
-    these are processed again from position 0. From the first next() on, also between two tokens,
-    the model is in evaluation mode. Its old mode is restored when the iterator that this function
-    returned is closed or deleted.
+    After the prompt, each token costs the computation of one position, because keys and values are
+    cached. But when the context has more than block_size tokens, only its last ceil(block_size / 2)
+    tokens are kept, and these are processed again from position 0. From the first next() on, also
+    between two tokens, the model is in evaluation mode. Its old mode is restored when the iterator
+    that this function returned is closed or deleted.
     """
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")

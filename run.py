@@ -84,8 +84,9 @@ __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
 # Pattern in the traceback of an error -> what helps (the last one, if several match). "(?<!OutOf)"
-# leaves out the name OutOfMemoryError: Triton uses it for another memory than that of the device,
-# and that of torch also says "out of memory". Python raises SystemError if an import has no memory.
+# leaves out the name OutOfMemoryError. Triton's error of this name is not about the memory of the
+# device, and the text of torch's says "out of memory". Python raises SystemError if memory runs out
+# during an import.
 HINTS = {
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
         "--no-compile trains without torch.compile"
@@ -137,10 +138,12 @@ class Flags:
     embd: int = option(128, "Width of the model.", COUNT)
     dropout: float = option(0.0, "Dropout probability.", FRACTION)
     init_from: str | None = option(
-        None, "Start from a model: of another --out, Hugging Face or nanoGPT.", PATH
+        None, "Start from the model of another --out, of Hugging Face or of nanoGPT.", PATH
     )
     epochs: int = option(1, "Passes over the training data.", COUNT)
-    steps: int | None = option(None, "Maximum of steps; --epochs can end the run earlier.", COUNT)
+    steps: int | None = option(
+        None, "Largest number of steps; --epochs can end the run earlier.", COUNT
+    )
     optimizer: str = option(
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
@@ -187,7 +190,9 @@ class Flags:
     checkpoint: str = option(
         "whole", "sharded: each rank writes its part of a checkpoint.", ["whole", "sharded"]
     )
-    keep: int = option(3, "Newest checkpoints to keep, besides the best one.", COUNT)
+    keep: int = option(
+        3, "How many of the newest checkpoints to keep, besides the best one.", COUNT
+    )
 
 
 # These flags define the model, the state of the optimizers, the order of the data and what the
@@ -217,16 +222,16 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # for errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # for errors of the block: process_group then ends all ranks with code 2
+        usage_errors(),  # for errors of the body: process_group then ends all ranks with code 2
     ):
-        rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
+        rank0 = world.rank == 0  # This rank prints. It alone writes, but for sharded checkpoints.
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
         # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or, with
-        # --init-from, a model at step 0; or {} for a new model. All ranks get the small parts of
-        # the state, `saved`. wait_together calls a function on each rank and returns each rank's
-        # own result. An error on one rank is raised on all.
+        # --init-from, a model at step 0, with the flags of the model only; or {} for a new model.
+        # All ranks get the small parts of the state, `saved`. wait_together calls a function on
+        # each rank and returns each rank's own result. An error on one rank is raised on all.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -253,7 +258,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        # The flags, with the dtype and the vocabulary size that "auto" and None stand for.
+        # The flags by name, with the real dtype in place of "auto" and vocabulary size of None.
         dtype_name = pick_dtype(flags.dtype, world.device)
         resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
@@ -324,7 +329,7 @@ def train(flags: Flags, given: set[str]) -> int:
             prepare_folder, flags.out, storage, start_step, rejected, resolved | machine
         )
         with usage_errors(f"--out {flags.out}: "):
-            # The lock is held until this function returns.
+            # The lock is held until train() returns.
             _lock = ddp_setup.wait_together(lambda: prepare() if rank0 else None, world)
             if sharded:
                 storage.check_shared_folder(flags.out)
@@ -333,8 +338,8 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # writing: the Future of the last save, and the time at which it should have ended. bool()
-        # returns at once: it is used before the first save, and on ranks that write nothing.
+        # writing: the Future of the last save, and the time at which it should have ended. At
+        # first, and always on ranks that write nothing, it is a call of bool(), which ends at once.
         pool = ThreadPoolExecutor(1)
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
@@ -371,10 +376,11 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # If a run diverges, no step changes the weights any more. Checkpoints of such steps
-                # would be equal, and --keep would delete older ones for them. So a step that is not
-                # finite is saved only at a stop or at the end. (If it is the only one, the next due
-                # step saves the progress.) A report is equal on all ranks, so all decide the same.
+                # A step whose loss or gradient is not finite does not change the weights. In a run
+                # that diverges, checkpoints of such steps would be equal, and --keep would delete
+                # older ones for them. So such a step is saved only at a stop or at the end. (After
+                # a single one, the next due step saves the progress.) A report is equal on all
+                # ranks, so all decide the same.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # Before an evaluation or a snapshot, rank 0 has waited for the device in float() or
                 # isfinite(). So the pause, which starts here, contains no training.
@@ -394,9 +400,8 @@ def train(flags: Flags, given: set[str]) -> int:
                     if flags.strategy == "ddp":
                         with suppress(FileNotFoundError):  # no extra: ranks are not compared
                             extra("replicas").verify_replicas(replica, optimizers)
-                    # If an earlier save still runs, this checkpoint is left out.
+                    # If an earlier save has not ended by its deadline, leave this checkpoint out.
                     if save_started := wait_for_saves():
-                        keep = flags.keep
                         state = storage.snapshot(  # every rank helps with it
                             replica,
                             optimizers,
@@ -405,21 +410,23 @@ def train(flags: Flags, given: set[str]) -> int:
                             **constants,
                         )
                         if rank0 or sharded:
-                            save = pool.submit(storage.save, flags.out, state, step, val_loss, keep)
+                            save = pool.submit(
+                                storage.save, flags.out, state, step, val_loss, flags.keep
+                            )
                             writing = save, time.monotonic() + flags.timeout
-                        del state  # The save keeps it until it has ended.
+                        del state  # The save holds the state until the save has ended.
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
-        except FloatingPointError:  # loop.Diverged, or of extras/replicas.py; all ranks raise it
+        except FloatingPointError:  # from loop.train_ or extras/replicas.py, on all ranks
             wait_for_saves()  # The state that they save is from before this step, so it is good.
             raise
         except Exception:
             wait_for_save(*writing)  # only for this rank's save: other ranks may have no error
             raise
         # The last step has no checkpoint if its save was left out, hangs, or failed.
-        failed = not (save_started and wait_for_saves()) or writing[0].exception() is not None
-        failed = ddp_setup.any_rank(failed, world)
+        ended = save_started and wait_for_saves()
+        failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
     if rank0 and failed:
         say(f"Error: the checkpoint of step {step} was not written", error=True)
     elif rank0 and step < total:
@@ -494,7 +501,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
 
 
 def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
-    """Read the data of the flags as tokens.
+    """Read the data that the flags name, as tokens.
 
     chars: the characters or the tokenizer.json of the checkpoint; "" if there is none.
     """
@@ -547,7 +554,7 @@ def validate(
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
     # With zero and fsdp, each batch of an evaluation communicates. (In training, zero gathers the
-    # weights once per step and frees them at its end. An evaluation has no such end.)
+    # weights once per step and frees them at the end of the step. An evaluation has no steps.)
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
@@ -561,8 +568,8 @@ def model_config(values: State) -> gpt.Config:
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
     """Return AdamW, or Muon for the matrices of the blocks and AdamW for all other parameters.
 
-    one_machine: whether all ranks are on one machine. Between machines, it takes longer to send the
-    updates of Muon than to compute them.
+    one_machine: whether all ranks are on one machine. Then they divide the work of Muon and send
+    each other the updates. Between machines, sending takes longer than computing them.
     """
     groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
     muon: list[torch.optim.Optimizer] = []
@@ -623,8 +630,8 @@ def prepare_folder(
     for name, line in zip(damaged, rejected):
         storage.set_aside(out, name)
         warn(f"{line}; set aside, continuing from step {step}")
-    # The lines that append_metrics wrote; a line that was cut off does not match.
-    pattern = r'(?m)^{"step": (\d+), .*}\n'
+    # The lines that append_metrics wrote; a line that a crash cut off does not match.
+    pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     lines = re.finditer(pattern, storage.read_text(out, "metrics.jsonl"))
     kept = (line[0] for line in lines if int(line[1]) <= step)
     storage.write_text(out, "metrics.jsonl", "".join(kept))
@@ -635,7 +642,7 @@ def prepare_folder(
 def wait_for_save(save: Future[Any], deadline: float) -> bool:
     """Wait until a save has ended, or until time.monotonic() is `deadline`. Return whether it has.
 
-    Warn if it has not, or if it failed. After a failure, the next save tries again.
+    Warn if it has not, or if it failed. After a failure, the next due save writes the newer state.
     """
     wait([save], max(0.0, deadline - time.monotonic()))
     if not save.done():
@@ -662,7 +669,7 @@ def warn(text: str) -> None:
     say(f"Warning: {text}", error=True)
 
 
-warn_once = cache(warn)
+warn_once = cache(warn)  # prints each text once
 
 
 def append_metrics(storage: ModuleType, out: str, record: State) -> None:
@@ -699,8 +706,7 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
 def usage_errors(subject: str = "") -> Iterator[None]:
     """Raise click.UsageError, exit code 2, in place of errors about values, files and packages.
 
-    A ValueError of a bug loses its traceback here too. To see it, remove both usage_errors() from
-    the first `with` of train().
+    A ValueError of a bug loses its traceback here too. To see it, let this function only yield.
     """
     try:
         yield
@@ -779,7 +785,7 @@ def sample(
         ids = codec.encode(prompt, kind, chars).tolist()
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
-        # torch's own seed is the same in each process; torch.seed() makes a new one
+        # Without a seed, torch would draw the same in each process; torch.seed() makes a new one.
         torch.manual_seed(torch.seed() if seed is None else seed)
     # Outside of usage_errors, because output that cannot be written is not a mistake in the flags.
     generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
@@ -788,7 +794,7 @@ def sample(
         if row:
             click.echo("-" * 20)
         tokens = chain(ids, (int(batch[row]) for batch in batches))
-        for text in codec.decode(tokens, kind, chars):  # each character when it is complete
+        for text in codec.decode(tokens, kind, chars):  # in whole characters
             click.echo(text, nl=False)
         click.echo()
 
@@ -798,7 +804,7 @@ def sample(
 @DEVICE
 @click.option("--data", type=PATH, help="As in training.  [default: its validation data]")
 def evaluate(out: str, device: str, data: str | None) -> None:
-    """Print the exact mean loss of the newest checkpoint over a text, except its first token.
+    """Print the exact mean loss of the newest checkpoint over all tokens of a text but the first.
 
     \b
       python run.py eval --data other.txt

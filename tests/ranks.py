@@ -208,6 +208,8 @@ def rank_1_never_ends() -> None:
 
 def exit_inside_the_block(ranks: str, code: str) -> None:
     """The ranks in `ranks` call sys.exit(code) inside the `with` block; the others wait for them."""
+    # A stop signal that arrives during the imports of a spawned rank must wait for stop_signals.
+    assert ddp_setup.STOP_SIGNALS <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with ddp_setup.process_group("cpu", timeout=60) as world:
         dist.barrier()
         if str(world.rank) in ranks:
