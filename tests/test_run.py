@@ -702,7 +702,8 @@ def test_on_a_terminal_the_result_of_eval_replaces_its_progress(done, text):
     assert code == 0 and b"evaluation: batch 1" in heard and line.startswith("loss "), heard
 
 
-def test_on_a_terminal_ctrl_c_is_answered_once_before_the_step_ends(tmp_path):
+@pytest.mark.parametrize("spawn", [[], ["--spawn", 2]], ids=["alone", "spawn"])
+def test_on_a_terminal_ctrl_c_is_answered_once_before_the_step_ends(tmp_path, spawn):
     """The step would take far longer than this test; a second Ctrl-C ends it."""
     data, sent = tmp_path / "data.txt", list[bytes]()
     data.write_bytes(bytes(4_000_000))
@@ -712,7 +713,7 @@ def test_on_a_terminal_ctrl_c_is_answered_once_before_the_step_ends(tmp_path):
             sent.append(heard)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the parent and all ranks
 
-    flags = [*TINY, "--data", data, "--tokenizer", "byte", "--out", tmp_path / "out", "--spawn", 2]
+    flags = [*TINY, "--data", data, "--tokenizer", "byte", "--out", tmp_path / "out", *spawn]
     endless = ["--batch-size", 100_000, "--accum", 10_000]
     code, heard = run_on_terminal([*flags, *endless], press_ctrl_c)
     assert code == 130 and len(sent) == 2 and heard.count(b"Stopping after this step.") == 1, heard
