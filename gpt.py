@@ -226,7 +226,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -
 
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
     max_logits: number of logits that are computed at a time. If N * V is more, the rows are
-        processed in parts: see CrossEntropyInParts. The memory is about four times that of these
+        processed in parts: see CrossEntropyInParts. The memory is three to four times that of these
         logits in float32, because softmax and gradients have as many numbers.
     (F.linear_cross_entropy of torch 2.13 saves memory too, but adds up the loss in bfloat16.)
     """
