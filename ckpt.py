@@ -174,8 +174,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     for optimizer, old, groups in zip(optimizers, saved, settings):
         if old:
             # torch requires "param_groups", and replaces the groups of the optimizer by copies in
-            # which tuples, such as betas, have become lists. So put the original ones back after
-            # it.
+            # which tuples, such as betas, have become lists. So put the original ones back
+            # afterwards.
             new = {"state": copy.deepcopy(old["state"]), "param_groups": groups}
             own = optimizer.param_groups
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
@@ -396,9 +396,10 @@ def prune(folder: str, keep: int) -> None:
 def remove(folder: str, name: str) -> None:
     """Delete the file of a checkpoint. A missing file is no error.
 
-    A folder, such as a sharded checkpoint, is not deleted: a power failure could leave a half under
-    the name of a checkpoint. (extras/sharded.py avoids that.) Here set_aside() adds ".damaged" to
-    the name of the folder, even if the checkpoint is intact. The folder still uses disk space.
+    A folder, such as a sharded checkpoint, is not deleted: a power failure could leave half of its
+    files under the name of a checkpoint. (extras/sharded.py avoids that.) Here set_aside() adds
+    ".damaged" to the name of the folder, even if the checkpoint is intact. The folder still uses
+    disk space.
     """
     path = Path(folder, name)
     if path.is_dir():

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -166,8 +165,8 @@ class GPT(nn.Module):
         arch, width = ARCHS[config.arch], config.embd
         self.config, self.checkpoint_activations = config, checkpoint_activations
         # nn.Embedding(V, C) would call normal_. On the device "meta", which build uses, the first
-        # call of normal_ imports modules for one second. (nn.Linear calls uniform_, which does
-        # not.)
+        # call of normal_ imports modules, which takes one second. (nn.Linear calls uniform_, which
+        # does not.)
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
@@ -194,8 +193,8 @@ class GPT(nn.Module):
             T. Each token attends to all positions up to its own. Pass caches only in evaluation
             mode: in training with checkpoint_activations they are ignored, without an error.
         start: position of the first token; S - T with caches. With learned positions, start + T
-            must be at most block_size, which is not always checked. With rotary positions,
-            sequences may be longer.
+            must be at most block_size; if it is larger, the result can be wrong without an error.
+            With rotary positions, sequences may be longer.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
@@ -216,7 +215,7 @@ class GPT(nn.Module):
             logits: Tensor = self.head(x if caches is None else x[:, -1:])
             return logits
         # 2**28 float32 logits are 1 GiB: 5,000 tokens with V = 50,000, enough to keep a GPU busy.
-        # On a CPU, 128 MiB are the fastest.
+        # On a CPU, parts of 128 MiB were the fastest (V = 50,304, C = 128 and 384).
         max_logits = 1 << (28 if x.is_cuda else 25)
         return cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), max_logits)
 
@@ -246,8 +245,9 @@ class CrossEntropyInParts(torch.autograd.Function):
     """Compute cross_entropy for `rows` rows of x at a time.
 
     The forward pass also computes the gradients of each part, while the logits of the part are in
-    memory. The backward pass only scales them. Second derivatives raise an error. In float16, the
-    factor of a GradScaler comes too late for gradients of logits below 6e-8: they are 0.
+    memory. The backward pass only scales them. Second derivatives raise an error. The gradient of
+    `weight` is added up in float32. In float16, a GradScaler comes too late: gradients of logits
+    below 3e-8 become 0, and a part whose gradient of `weight` exceeds 65,504 makes it infinite.
     """
 
     @staticmethod
@@ -259,13 +259,15 @@ class CrossEntropyInParts(torch.autograd.Function):
             (x_grad, more), value = gradients_and_loss(part, weight, y)
             x_grads.append(x_grad)
             weight_grad += more
+            del more  # It is as large as the weight, and would stay during the next part.
             loss += value
         ctx.save_for_backward(torch.cat(x_grads), weight_grad)
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():  # with create_graph=True
+            raise RuntimeError("cross_entropy in parts has no second derivatives")
         x_grad, weight_grad = ctx.saved_tensors
         # float(), because on CUDA x_grad * grad would round the factor to the dtype of x_grad.
         return x_grad.float() * grad, weight_grad * grad, None, None
@@ -338,10 +340,12 @@ def compile_(model: GPT) -> None:
     same code and shapes, the graph of the first block is used for all of them.
 
     torch would compile a function for at most eight shapes and run it uncompiled for all others.
-    Which eight these are depends on their order, so a resumed run could differ. This function sets
-    the limit of the process to 64. The loss is not compiled.
+    Which eight these are depends on their order, so a resumed run could differ. This function
+    raises the limit of the process to 64. The loss is not compiled, because it has more shapes,
+    those of its parts, and each would take seconds to compile.
     """
-    torch._dynamo.config.recompile_limit = 64
+    config = torch._dynamo.config
+    config.recompile_limit = max(64, config.recompile_limit)
     for block in model.blocks:
         # With dynamic shapes, torch would compile a general graph when it sees a second shape. This
         # graph has other rounding and other dropout. So the result of a step would depend on the

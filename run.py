@@ -84,9 +84,9 @@ __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
 # Pattern in the traceback of an error -> what helps (the last one, if several match). "(?<!OutOf)"
-# leaves out the name OutOfMemoryError. Triton's error of this name is not about the memory of the
-# device, and the text of torch's says "out of memory". Python raises SystemError if memory runs out
-# during an import.
+# leaves out the name OutOfMemoryError, because Triton's error of this name is not about the memory
+# of the device. torch's error of this name also contains "out of memory", so it still matches.
+# Python raises SystemError if memory runs out during an import.
 HINTS = {
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
         "--no-compile trains without torch.compile"
@@ -224,12 +224,12 @@ def train(flags: Flags, given: set[str]) -> int:
         ddp_setup.process_group(flags.device, flags.timeout) as world,
         usage_errors(),  # for errors of the body: process_group then ends all ranks with code 2
     ):
-        rank0 = world.rank == 0  # This rank prints. It alone writes, but for sharded checkpoints.
+        rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or, with
-        # --init-from, a model at step 0, with the flags of the model only; or {} for a new model.
+        # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or the model of
+        # --init-from, with only the flags of that model, at step 0; or {} for a new model.
         # All ranks get the small parts of the state, `saved`. wait_together calls a function on
         # each rank and returns each rank's own result. An error on one rank is raised on all.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
@@ -258,7 +258,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        # The flags by name, with the real dtype in place of "auto" and vocabulary size of None.
+        # The flags by name, with the real dtype and vocabulary size in place of "auto" and None.
         dtype_name = pick_dtype(flags.dtype, world.device)
         resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
         dtype, config = getattr(torch, dtype_name), model_config(resolved)

@@ -356,7 +356,7 @@ def training() -> Iterator[Row]:
 
 
 def vocabulary() -> Iterator[Row]:
-    """Compare steps with a large vocabulary, whose logits do not fit into memory at once, with the tutorial loop."""
+    """Compare steps with a large vocabulary with the tutorial loop, and with all logits at once."""
     shape = LARGE._replace(vocab=GPT2.vocab)
     for dtype in DTYPES:
         taken = medians(

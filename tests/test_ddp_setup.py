@@ -347,7 +347,9 @@ class Ended(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """runs(name) waits for the end of one of the runs below. All start in the background."""
-    tmp_path_factory.getbasetemp()  # The threads below must not create it at the same time.
+    # The threads below must not create these at the same time.
+    tmp_path_factory.getbasetemp()
+    server = warm_server()
 
     def launch(
         start: list[str], name: str, *args: str, writes: bool, envs: list[dict[str, str]]
@@ -362,17 +364,21 @@ def runs(tmp_path_factory):
                 environment = {**START["env"], **env}
                 processes.append(
                     warm.Process(
-                        warm_server(), program, command, environment, pipe.fileno(), pipe.fileno()
+                        server, program, command, environment, pipe.fileno(), pipe.fileno()
                     )
                 )
             pipes.append(open(ours, "rb"))
         errors = ""
-        for pipe in pipes:
-            with pipe:
-                # A rank that is left behind keeps stderr open, and then this call runs into its timeout.
-                read = subprocess.run(["cat"], stdin=pipe, stdout=subprocess.PIPE, timeout=120)
-            errors += read.stdout.decode()
-        return Ended(folder, [process.wait() for process in processes], errors)
+        try:
+            for pipe in pipes:
+                with pipe:
+                    # A rank that is left behind keeps stderr open, and then this call runs into its timeout.
+                    read = subprocess.run(["cat"], stdin=pipe, stdout=subprocess.PIPE, timeout=120)
+                errors += read.stdout.decode()
+            return Ended(folder, [process.wait() for process in processes], errors)
+        finally:
+            for process in processes:
+                process.kill()
 
     def spawned(name: str, *args: str, writes: bool = False):
         return partial(launch, ["spawn"], name, *args, writes=writes, envs=[{}])
@@ -408,7 +414,7 @@ def runs(tmp_path_factory):
             two_alone=partial(without_launcher, "two_groups_one_after_the_other"),
         ) as begun,
         ahead(
-            5,
+            4,
             longer=spawned("work_longer_than_the_timeout", writes=True),
             stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
             **{kind: spawned("wait_for_one_another", kind) for kind in WAITING},

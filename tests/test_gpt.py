@@ -429,10 +429,42 @@ def test_cross_entropy_in_parts_with_one_frozen_input_gives_the_gradient_of_the_
 
 
 def test_a_second_derivative_of_cross_entropy_in_parts_is_an_error():
-    x, weight, y = torch.randn(5, 4, requires_grad=True), torch.randn(50, 4), torch.arange(5)
-    (first,) = torch.autograd.grad(gpt.cross_entropy(x, weight, y, 50), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        first.sum().backward()
+    layer, weight, y = nn.Linear(4, 4), torch.randn(50, 4), torch.arange(5)
+    loss = gpt.cross_entropy(layer(torch.randn(5, 4)).tanh(), weight, y, max_logits=50)
+    with pytest.raises(RuntimeError, match="cross_entropy in parts has no second derivatives"):
+        torch.autograd.grad(loss, layer.weight, create_graph=True)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_a_model_whose_loss_is_computed_in_parts_has_the_same_gradients(
+    arch, dtype, tolerance, monkeypatch
+):
+    """With the architecture gpt2, the weights of the output layer are those of the embedding."""
+    model, tokens = gpt.build(SMALL._replace(arch=arch), seed=0), random_tokens(4, SMALL.block_size)
+    cross_entropy, grads = gpt.cross_entropy, []
+    for rows in (5, 1000):
+        max_logits = rows * SMALL.vocab
+        monkeypatch.setattr(
+            gpt, "cross_entropy", lambda *args: cross_entropy(*args[:3], max_logits)
+        )
+        model.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            gpt.loss(model, (tokens, tokens))[0].backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, parts in grads[0].items():
+        assert (parts - grads[1][name]).norm() <= tolerance * grads[1][name].norm(), name
+
+
+def test_gradients_of_bfloat16_weights_are_added_up_in_float32():
+    torch.manual_seed(0)
+    x, y = torch.randn(4096, 8, dtype=torch.bfloat16), torch.randint(50, (4096,))
+    weight = torch.randn(50, 8, dtype=torch.bfloat16, requires_grad=True)
+    whole, parts = (
+        torch.autograd.grad(gpt.cross_entropy(x, weight, y, 50 * rows), weight)[0].float()
+        for rows in (4096, 8)
+    )
+    assert (parts - whole).norm() < 1e-2 * whole.norm()
 
 
 def test_the_loss_of_parts_is_finite_if_a_gradient_is_not():
@@ -453,14 +485,14 @@ def test_more_than_eight_shapes_are_compiled(monkeypatch):
         "compile",
         lambda module, **more: compile_module(module, backend=compiled, **more),
     )
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    torch._dynamo.reset()
     model = gpt.build(SMALL._replace(layers=1), seed=0)
-    gpt.compile_(model)
-    for length in range(2, 12):
-        model(random_tokens(1, length))
-    assert compiled.frame_count == 10
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        gpt.compile_(model)
+        for length in range(2, 12):
+            model(random_tokens(1, length))
+    torch._dynamo.reset()
+    assert compiled.frame_count == 10
 
 
 def test_the_logits_of_parts_are_computed_once():

@@ -234,7 +234,8 @@ def test_a_run_can_be_resumed_in_another_dtype(done, tmp_path, dtype, other):
 def test_lines_that_a_crash_garbled_in_the_metrics_are_dropped(undisturbed, tmp_path):
     out = shutil.copytree(undisturbed(1), tmp_path / "out")
     checkpoints(out)[-1].unlink()
-    garbled = b'{"step": 3, "lo\n\x00\x00\xff\n[1]\n{"loss": 1}\n"step"\n{"step": "x"}\n{"step": 4, "loss": 1.0'
+    garbled = b'{"step": 3, "lo\n{"step": 5, "lo{"step": 6, "loss": 1.0}\n\x00\x00\xff\n'
+    garbled += b'[1]\n{"loss": 1}\n"step"\n{"step": "x"}\n{"step": 4, "loss": 1.0'
     with open(out / "metrics.jsonl", "ab") as file:
         file.write(garbled)
     ran = run("--out", out, "--log-every", 1)

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +70,13 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
     os.environ.update(request["env"])
     sys.argv = [name, *request["args"]]
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    code = 1
-    try:
-        runpy.run_path(request["program"], run_name="__main__")  # run.py ends the process itself
-    except SystemExit as error:
-        code = int(error.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(code)
+    runpy.run_path(request["program"], run_name="__main__")
+    sys.exit()  # After this or an exception, Python shuts down as in a process that was not forked.
 
 
 class Process:
-    """A program that the server has started in the program's folder, with those methods of subprocess.Popen that
-    conftest.Program uses.
+    """A program that the server has started in the program's folder, with the methods of subprocess.Popen that the
+    tests use.
     """
 
     def __init__(
