@@ -246,15 +246,17 @@ class CrossEntropyInParts(torch.autograd.Function):
 
     The forward pass also computes the gradients of each part, while the logits of the part are in
     memory. The backward pass only scales them. Second derivatives raise an error. The gradient of
-    `weight` is added up in float32. In float16, a GradScaler comes too late: gradients of logits
-    below 3e-8 become 0, and a part whose gradient of `weight` exceeds 65,504 makes it infinite.
+    `weight` is added up in float32 or wider. In float16, a GradScaler comes too late: gradients of
+    logits below 3e-8 become 0, and a part whose gradient of `weight` exceeds 65,504 makes it
+    infinite.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
         gradients_and_loss = torch.func.grad_and_value(cross_entropy_at_once, argnums=(0, 1))
         loss, x_grads = torch.zeros((), dtype=torch.float32, device=x.device), []
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        weight_grad = torch.zeros_like(weight, dtype=wide)
         for part, y in zip(x.split(rows), targets.split(rows)):
             (x_grad, more), value = gradients_and_loss(part, weight, y)
             x_grads.append(x_grad)
@@ -269,8 +271,9 @@ class CrossEntropyInParts(torch.autograd.Function):
         if torch.is_grad_enabled():  # with create_graph=True
             raise RuntimeError("cross_entropy in parts has no second derivatives")
         x_grad, weight_grad = ctx.saved_tensors
-        # float(), because on CUDA x_grad * grad would round the factor to the dtype of x_grad.
-        return x_grad.float() * grad, weight_grad * grad, None, None
+        # With a dimension, the factor is not rounded to the dtype of x_grad.
+        factor = grad[None]
+        return x_grad * factor, weight_grad * factor, None, None
 
 
 def build(config: Config, seed: int | None, checkpoint_activations: bool = False) -> GPT:

@@ -233,9 +233,9 @@ def test_a_device_that_is_not_available_is_an_error_that_lists_those_that_are(al
             pass
 
 
-def test_a_new_replica_continues_bitwise_exactly():
+def test_a_new_replica_continues_bitwise_exactly_on_any_number_of_ranks():
     """From three ranks on, DistributedDataParallel alone rounds the first step of a replica differently."""
-    assert ddp_setup.spawn(ranks.train_in_two_parts, 3) == 0
+    assert ddp_setup.spawn(ranks.train_in_two_parts_on_four_three_and_two_ranks, 4) == 0
 
 
 def test_without_a_device_the_best_one_is_used(alone):

@@ -387,7 +387,7 @@ def test_flops_equal_what_torch_counts_in_forward_and_backward(arch, config):
 @pytest.mark.parametrize("parts", [1, 2, 3, 100])
 def test_cross_entropy_in_parts_gives_the_same_loss_and_gradients(parts):
     torch.manual_seed(0)
-    x, weight = torch.randn(100, 8), torch.randn(31, 8)
+    x, weight = torch.randn(100, 8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64)
     targets = torch.randint(31, (100,))
     inputs = x.requires_grad_(), weight.requires_grad_()
     theirs = F.cross_entropy((x @ weight.T).float(), targets, reduction="sum")

@@ -3,7 +3,8 @@
     python warm.py SOCKET        serve on this Unix socket until standard input ends
 
 A client sends the path of the program, the arguments and the environment as JSON, together with the two file
-descriptors for standard output and standard error. It receives the process id in one message and the exit code in another.
+descriptors for standard output and standard error. It receives the process id in one message and the exit code in
+another.
 """
 
 import json
