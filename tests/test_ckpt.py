@@ -687,11 +687,15 @@ def test_a_checkpoint_of_an_earlier_version_is_listed_loaded_and_restored():
     model, optimizers = build(seed=1)
     ckpt.restore_(state, model, optimizers)
     assert same(dict(model.state_dict()), dict(state["model"]))
+    moments = [optimizer["state"] for optimizer in ckpt.snapshot(model, optimizers)["optimizers"]]
+    assert same(moments, [optimizer["state"] for optimizer in state["optimizers"]])
     train_(model, optimizers, 3, 5)
-    straight = trained(5)[0].state_dict()  # perhaps on another processor than the checkpoint
+    straight = trained(5)[0].state_dict()
     assert list(straight) == list(model.state_dict())
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, straight[name])
+    # The file was made on another processor. BatchNorm removes the mean, so the gradient of the bias
+    # before it is only rounding errors, and AdamW makes steps of full size from them.
+    for name in straight.keys() - {"0.bias", "1.running_mean"}:
+        torch.testing.assert_close(model.state_dict()[name], straight[name])
 
 
 def test_the_layout_of_a_checkpoint_is_that_of_the_earlier_version():
