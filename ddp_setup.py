@@ -12,12 +12,10 @@
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
 the processes that `spawn` below starts. A rank is one of the processes that train together.
 
-A rank that fails ends within about 6 seconds; it does not wait for the other ranks. These then fail
-too, for example with "connection closed" in a collective. To print one error and not one per rank,
-the ranks share a key-value store (torch's TCPStore): the first rank that fails notes there that it
-reports the error. The other ranks find this note and end without a message.
-
-On Windows, spawn does not work, and the only stop signal from outside is Ctrl-C.
+A rank that fails leaves process_group within about 6 seconds; it does not wait for the other ranks.
+These then fail too, for example with "connection closed" in a collective. To print one error and
+not one per rank, the ranks share a key-value store (torch's TCPStore): the first rank that fails
+notes there that it reports the error. The other ranks find this note and end without a message.
 """
 
 import ctypes
@@ -52,8 +50,8 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
-# Beginnings of the paths of Python's files, of its packages, and of this file. _watch_ranks skips
-# these files to find the line where the user's program is.
+# Path prefixes of the standard library, of site-packages, and of this file. _watch_ranks skips such
+# files to find the line where the user's program is.
 LIBRARY_PATHS = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
@@ -76,9 +74,8 @@ class World(NamedTuple):
 def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
     """Read the variables that torchrun sets for each process.
 
-    If neither RANK nor WORLD_SIZE is set, return the world of a single process. Each process reads
-    its own variables; the ranks do not communicate here. The device is chosen later: see
-    process_group. ValueError is raised
+    If neither RANK nor WORLD_SIZE is set, return the world of a single process. ValueError is
+    raised
     - if RANK or WORLD_SIZE is set, but one of the variables is missing or is not a whole number, or
       the numbers contradict one another (for example, RANK is not below WORLD_SIZE);
     - if srun started several tasks, and neither RANK nor WORLD_SIZE is set. Each task would train
@@ -108,8 +105,8 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
 def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Join the process group of all ranks for the duration of the `with` block.
 
-    All ranks must call this function. A single process gets no process group: inside the block it
-    can use the functions of this file, but not torch.distributed.
+    All ranks must call this function. If there is only one rank, also under torchrun, no process
+    group is made: this rank can use the functions of this file, but not torch.distributed.
 
     device: "auto" (CUDA if available, else MPS, else CPU), "cpu", "cuda" or "mps". MPS is only for
         a single process. Rank i of a machine gets GPU i. On a CPU, the ranks of a machine share
@@ -125,28 +122,30 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         other ranks wait.
 
     If an exception leaves the block (not SystemExit or KeyboardInterrupt, for which see below),
-    this function does not destroy the group, because that could wait for a rank that is dead. A
-    program that then wants to use process_group again must call
-    torch.distributed.destroy_process_group() before. The exception that the caller sees depends on
-    the rank:
+    this function does not destroy the group, because that could wait for a rank that is dead.
+    Before the program uses process_group again, each rank must call
+    torch.distributed.destroy_process_group(). The exception that the caller sees depends on the
+    rank:
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (for example, it was killed), one of the other ranks
-      raises ConnectionError, which names the lost rank, and any rank that still waits. With NCCL,
-      the other ranks may not notice that a rank was lost; then they end as described under
-      `timeout`.
-    - All other ranks raise SystemExit, for which Python prints nothing, because one of the ranks
-      listed before reports the error. The exit code of this SystemExit is the attribute `exit_code`
-      of the exception that the rank itself had (click's exceptions have one), otherwise 1.
+      raises ConnectionError. Its message names the lost rank. It can also name ranks that are not
+      lost but still wait. With NCCL, the other ranks may not notice that a rank was lost; then they
+      end as described under `timeout`.
+    - If all ranks failed in torch.distributed (for example, because they called different
+      collectives), one of them raises torch's own exception.
+    - All other ranks raise SystemExit, for which Python prints nothing, because a rank of the cases
+      above reports the error. The exit code of this SystemExit is the attribute `exit_code` of the
+      exception that the rank itself had (click's exceptions have one), otherwise 1.
     Under spawn, the parent process reports a rank that was killed, and all other ranks raise
     SystemExit. If the store itself is lost, all remaining ranks raise ConnectionError. This happens
     if rank 0 serves the store (the ranks were started with neither torchrun nor spawn) and its
     process ends.
 
-    sys.exit() and sys.exit(0) inside the block destroy the group and then end the program; if the
-    other ranks still use the group, this rank is lost for them. KeyboardInterrupt, and sys.exit()
-    with another code, pass unchanged, and the group is not destroyed. For the other ranks it is as
-    if this rank was killed (see above). If all ranks end with such a code at the same point of the
-    program, no rank waits for another, and no error is reported.
+    sys.exit() and sys.exit(0) inside the block destroy the group and then end the program.
+    KeyboardInterrupt, and sys.exit() with another code, pass unchanged, and the group is not
+    destroyed. In both cases, if other ranks still use the group, this rank is lost for them, as if
+    it was killed (see above). If all ranks end in this way at the same point of the program, no
+    rank waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
     ConnectionError if not all ranks connect within `timeout` (under torchrun, it can take up to
@@ -191,7 +190,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
                 store=store,
                 rank=env.rank,
                 world_size=env.size,
-                # _watch_ranks ends the process before, unless a rank compiles or the store hangs.
+                # _watch_ranks ends the process earlier, unless a rank compiles or the store hangs.
                 timeout=timedelta(seconds=2 * timeout),
                 device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
             )
@@ -202,8 +201,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             exit_request = error
         finally:
             block_ended.set()
-        # The watcher reads the state of the group, so it must end before the group is destroyed. It
-        # can wait for a store that does not answer, so wait 6 seconds at most.
+        # The watcher reads the state of the group, so let it end before the group is destroyed.
+        # Wait 6 seconds at most: if it waits for a store that does not answer, it no longer reads
+        # the group.
         futures.wait([watcher], 6)
         dist.destroy_process_group()
     except Exception as error:
@@ -211,9 +211,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         raise
     finally:
         # Threads of gloo can still hold Python objects of the last collectives. To release them, a
-        # thread needs Python's lock. If Python shuts down meanwhile, the process aborts: "terminate
+        # thread needs the GIL. If Python shuts down meanwhile, the process aborts: "terminate
         # called without an active exception" (torch 2.13; github.com/pytorch/pytorch/pull/179291).
-        # So give the lock to these threads for a moment.
+        # So give the GIL to these threads for a moment.
         time.sleep(0.1)
     if exit_request:
         raise exit_request
@@ -275,14 +275,14 @@ def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
     """Connect to the store of all ranks. All ranks must call this function.
 
     address: MASTER_ADDR:MASTER_PORT. torchrun or spawn serves the store there, or else rank 0.
-    functools.cache keeps the connection until the process ends. Otherwise rank 0 could end the
-    store after a process group when another rank has already connected for the next one. Under
-    torchrun, the keys get a prefix that is new for each start of the ranks, so that keys of an
-    earlier start are not read. Raises ConnectionError if not all ranks connect within `timeout`
+    functools.cache keeps the connection until the process ends. Otherwise rank 0 could close the
+    store at the end of a process group, while another rank has already connected for the next one.
+    Under torchrun, the keys get a prefix that is new for each start of the ranks, so that keys of
+    an earlier start are not read. Raises ConnectionError if not all ranks connect within `timeout`
     seconds.
     """
     try:
-        # This reads the address from the environment, which read_launch_env has checked.
+        # rendezvous reads the address from the environment. read_launch_env has checked it.
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         # A torchrun agent keeps its store, with all keys, when it restarts its workers. Under other
         # launchers there are no restarts, and the prefix is "0": _wait_for_ranks uses it too.
@@ -298,7 +298,7 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
     All ranks must call this function. Rank 0 chooses the id, and each other rank asks for it: the
-    rank writes a request with a random name and waits for the reply under this name. The request
+    rank writes a random word under "request RANK" and waits for the reply to this word. The word
     that rank 0 finds may be an old one, from before a restart. So rank 0 replies again until each
     rank confirms.
 
@@ -329,10 +329,9 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
     """Do nothing if this rank must raise `error` itself; otherwise raise another exception instead.
 
-    process_group lists these exceptions. Each rank that fails calls this function. A rank whose
-    error is only the consequence of another rank's failure waits 1 second first. The store gets at
-    most 6 seconds to answer. `store` must have only the keys of this process group, because an
-    earlier group may have failed too.
+    A rank whose error is only the consequence of another rank's failure waits 1 second first. The
+    store gets at most 6 seconds to answer. `store` must have only the keys of this process group,
+    because an earlier group may have failed too.
     """
     # torch.distributed raises Dist...Error, but gloo raises a bare RuntimeError with these texts.
     texts = "^Dist|gloo|Connection (closed|reset)|Application timeout caused pair closure"
@@ -355,7 +354,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
         not_failed = _in_thread(claim_report).result(6)
     except (dist.DistError, futures.TimeoutError):
         not_failed = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
-    if consequence and not_failed:
+    if consequence and not_failed:  # if all ranks have failed, none was lost
         # A rank that is named need not be lost: it can still be waiting for this rank.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
         raise ConnectionError(f"no answer from rank {' or '.join(not_failed)} ({how})") from error
@@ -371,22 +370,21 @@ def _watch_ranks(
 ) -> None:
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
-    process_group starts this function in a thread of each rank. The function returns when the event
-    `block_ended` is set. cuda: whether the backend is NCCL. main: identifier of the thread that
-    trains. That thread cannot raise an exception while it waits in a collective, and NCCL would end
-    the process without saying which rank waits where.
+    process_group starts this function in a thread of each rank. cuda: whether the backend is NCCL.
+    main: identifier of the thread that trains. While that thread waits in a collective, it cannot
+    raise an exception, and NCCL would end the process without saying which rank waits where.
 
-    20 times per timeout, each rank adds 1 to a counter in the store, the same for all ranks, and
-    writes its state there: the value of the counter (an old state has a low one), and the line
-    where its program is. A rank that runs torch.compile also adds 1 to a second counter of all
-    ranks. In an interval, a rank is stuck if both are true:
-    - the group is still being made; or torch's flight recorder says that a collective has started
-      and has not ended, and that no collective has started or ended since the last interval;
-    - the second counter has not changed since the last interval.
+    All ranks share a counter in the store. 20 times per timeout, each rank adds 1 to it and writes
+    its state into the store: the new value of the counter, by which others see how old the state
+    is, and the line where its program is. A rank that runs torch.compile also adds 1 to a second
+    counter of all ranks. In an interval, a rank is stuck if all of these are true:
+    - The group is still being made; or torch's flight recorder says that a collective has started
+      and has not ended; or a rank has reported an error (the key "reported"), because otherwise a
+      rank that hangs elsewhere would stay after all others have ended.
+    - No collective has started or ended since the last interval.
+    - The second counter has not changed since the last interval.
     A rank that is stuck 20 times in a row ends. The first one reads all states and prints where
-    each rank is. When a rank has reported an error (the key "reported"), a rank that is in no
-    collective counts as stuck too, until it starts one: otherwise a rank that hangs elsewhere would
-    stay after all others have ended.
+    each rank is.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
@@ -402,11 +400,11 @@ def _watch_ranks(
         program = (
             f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARY_PATHS)
         )
-        # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION') of the compiler. The FUNCTION
+        # Search the text of `stacks` for the compiler, as ('FILE', LINE, 'FUNCTION'). The FUNCTION
         # "<module>" does not count: the file is only being imported.
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
-        # The arguments leave out the list of collectives; the status of the groups is always there.
+        # Without the list of collectives. The status of the groups is always included.
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
         waiting = any(a != b for a, b in numbers) or not dist.is_initialized()
@@ -414,7 +412,6 @@ def _watch_ranks(
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)
             store.set(keys[env.rank], json.dumps([count, next(program, "a library")]))
-            # A rank that compiles changes this number in each interval, so no rank is stuck.
             numbers.append((store.add("compiled", compiles), 0))
             waiting = waiting or store.add("reported", 0) > 0
         counts = [*counts, count] if waiting and numbers == before else []
@@ -491,7 +488,7 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
 def any_rank(flag: bool, world: World) -> bool:
     """Return whether `flag` is true on at least one rank. All ranks must call this function.
 
-    All ranks get the same answer. On CUDA, this waits until the GPU has finished the queued work.
+    On CUDA, this waits until the GPU has finished the queued work.
     """
     if world.size == 1:
         return flag
@@ -504,7 +501,7 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function, each with its own `call`. If some calls raise ValueError or
-    OSError, all ranks raise the error of the lowest of these ranks; it must be picklable. If no
+    OSError, all ranks raise the error of the lowest of these ranks, which must be picklable. If no
     call raises one of these two, another exception is raised only on its own rank. On the other
     ranks wait_together returns; they fail in their next collective, as process_group describes.
 
@@ -552,9 +549,9 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     The signals no longer interrupt the program. Call the yielded function once per step, together
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
     SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
-    handles signals only when the call returns. A worker process of a DataLoader does not keep the
-    handlers, so Ctrl-C would end it: block the signals with signal.pthread_sigmask while the
-    workers start, as extras/tutorial/stream.py does.
+    handles signals only when the call returns. The workers of a DataLoader do not have these
+    handlers, except that a forked worker keeps those of SIGINT and SIGUSR1. So a signal to the
+    whole process group would end them: see extras/tutorial/stream.py for what to do.
 
     notice: a line for the user, because the end of a step can take a while. Rank 0 prints it on
         stderr when it receives the first SIGINT, if stderr is a terminal.
@@ -573,7 +570,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
         rank0 = os.environ.get("RANK", "0") == "0"
         if notice and rank0 and number == signal.SIGINT and os.isatty(2):
             with suppress(OSError):
-                os.write(2, f"\n{notice}\n".encode())  # print() cannot interrupt another print()
+                # print() would fail if the signal has interrupted another print().
+                os.write(2, f"\n{notice}\n".encode())
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
@@ -603,14 +601,15 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     all ranks and continues to wait. If this process dies, its ranks are killed (on Linux).
 
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
-        they are killed. Without this, a rank that hangs keeps this process waiting.
+        they are killed. Without a timeout, a rank that hangs keeps this process waiting.
 
-    If all ranks end with the same exit code (and no signal), this code is returned. If not, and a
-    rank has reported the error through process_group, the code of the rank that failed first is
-    returned (1 if a signal killed that rank). The code 130 of a second Ctrl-C to a rank is returned
-    too, without a message. Otherwise ChildProcessError is raised. Its message, one line for the
-    user, names a rank that a signal killed, that did not end within `timeout`, or that ended with
-    another code than 0.
+    The first of these rules that applies decides the result:
+    - If all ranks end with the same exit code (and no signal), this code is returned.
+    - If a rank has reported the error through process_group, the code of the rank that failed first
+      is returned (1 if a signal killed that rank).
+    - If the rank that failed first ended with 130, after a second Ctrl-C, 130 is returned.
+    - Otherwise ChildProcessError is raised. Its message, one line for the user, names a rank that a
+      signal killed, that did not end within `timeout`, or that ended with another code than 0.
     """
     in_notebook = not hasattr(sys.modules["__main__"], "__file__")
     if in_notebook and b"__main__" in pickle.dumps((fn, args)):
@@ -643,8 +642,8 @@ def _wait_for_ranks(
     """Wait until all ranks have ended, and do what the docstring of `spawn` says.
 
     torch's ProcessContext.join(grace_period=...) cannot do this. It does not notice a rank that
-    hangs after another rank has ended with 0. It returns only after the grace period, too late to
-    report a killed rank before other ranks report the consequence. And it prints warnings.
+    hangs after another rank has ended with 0. It returns only after the grace period; by then,
+    another rank has reported the lost connection to a killed rank. And it prints warnings.
     """
     to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
     while True:
@@ -671,12 +670,11 @@ def _wait_for_ranks(
                 problem = f"rank {codes.index(None)} did not end, {timeout:g} s after another had"
             for rank in ranks:
                 rank.kill()
-        # Each rank gets one SIGTERM only: later it may no longer catch the signal.
+        # Each rank gets one SIGTERM only: a second could come when the rank no longer catches it.
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
     # If all ranks end with the same code, such as 3 for "stopped", the program chose this code.
-    # 130 is a second Ctrl-C: see stop_signals.
     if problem and code != 130 and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
     return 1 if code < 0 else code
