@@ -11,7 +11,7 @@
         for x, y in micro_batches:  # this rank's part of a global batch; both (B, 256) int64
             (weight * loss_sum(model, x, y)).backward()
         ...  # sum the gradients over all ranks and update
-        # DistributedDataParallel does not sum but average: there, use world_size * weight. With
+        # DistributedDataParallel averages the gradients: there, use world_size * weight. With
         # accum > 1, use its no_sync() for all micro-batches of a step but the last.
 
 The words of this file:
@@ -23,12 +23,13 @@ The words of this file:
   target of an input is the token after it, so a window takes `block_size + 1` consecutive tokens.
 - A *global batch* is the windows that all ranks together use in one optimizer step: `batch_size`
   windows, or fewer in the last step of an epoch.
-- An *epoch* is one pass over the windows, each exactly once, in an order that is new in each epoch.
-  Steps are counted from 0, and the count goes on from one epoch to the next.
+- An *epoch* is one pass over the windows, each exactly once. The order and the positions of the
+  windows are new in each epoch. Steps are counted from 0, and the count goes on from one epoch to
+  the next.
 
 This file needs only numpy and torch. It uses no process group: rank and world size are arguments,
 and nothing is communicated. The global batch of a step is a pure function of the plan and the step
-number. To resume a run, only the number of the next step is needed.
+number. To resume a run, only the plan and the number of the next step are needed.
 """
 
 import codecs
@@ -56,7 +57,7 @@ class Corpus(NamedTuple):
     """The data as tokens, with everything that is needed to turn token ids into text."""
 
     tokens: tuple[np.ndarray, ...]  # one array per file that is not empty
-    vocab: int  # number of ids. If it was given for token files, the ids are not checked by read()
+    vocab: int  # number of ids. For token files, if read() got it, the ids are not checked there
     kind: str  # "char", "byte" or "ids" (ids from a token file, whose text is not known)
     chars: str  # kind "char": id i is the character chars[i]. Other kinds: ""
     digest: str  # digest(tokens, chars)
@@ -107,16 +108,18 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
 
     Token files: .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the
     header of llm.c) contain ids. They are memory-mapped, and the result has kind "ids" whatever
-    `kind` is. The vocabulary size is `vocab` if given. Else the whole files are read once to find
-    the highest id, and the size is this id + 1, rounded up to a multiple of 64, because matrix
+    `kind` is. A .bin of another type, without a header, cannot be recognised and is misread: write
+    .npy instead. The vocabulary size is `vocab` if given. Else the whole files are read once to
+    find the highest id, and the size is this id + 1, rounded up to a multiple of 64, because matrix
     products of such sizes are faster.
 
     A file without tokens is left out. Raises ValueError or OSError with the name of a file if all
-    files are empty, if text and token files are mixed, if a text has another vocabulary size
-    than `vocab`, if a file is damaged or is not UTF-8 text, or if a text has a character that is
-    not in `chars`. Raises ValueError if the files are text and `kind` is neither "char" nor "byte".
+    files are empty, if text and token files are mixed, if a text has another vocabulary size than
+    `vocab`, if a file is damaged, or if with kind "char" it is not UTF-8 text or has a character
+    that is not in `chars`. Raises ValueError if the files are text and `kind` is neither "char" nor
+    "byte".
     """
-    stamps = tuple(map(_stamp, files))
+    stamps = tuple(map(_stamp, files))  # before reading, so that a change meanwhile is noticed
     names = files or ["the default text"]
     arrays = [_map_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
     tokens: Tokens = tuple(filter(len, arrays))
@@ -126,8 +129,8 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     if len(token_files) not in (0, len(names)):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
     if token_files:
-        highest = 0 if vocab else max(int(array.max()) for array in tokens)
-        kind, chars, size = "ids", "", vocab or 64 * (highest // 64 + 1)
+        kind, chars = "ids", ""
+        size = vocab or 64 * (max(int(array.max()) for array in tokens) // 64 + 1)
     elif kind == "byte":
         chars, size = "", 256
     elif kind == "char":
@@ -137,11 +140,12 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
         raise ValueError(f"kind {kind!r} is not char or byte")
     if vocab not in (None, size):
         raise ValueError(f"{names[0]}: is text with {size} different tokens, not {vocab}")
+    corpus = Corpus(tuple(tokens), size, kind, chars, digest(tokens, chars), stamps)
     for array in tokens:
-        # Windows are read from random places, so reading ahead in the file would be wasted.
+        # From here on, windows are read from random places, so reading ahead would be wasted.
         if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):  # not on Windows
             array.base.madvise(mmap.MADV_RANDOM)
-    return Corpus(tuple(tokens), size, kind, chars, digest(tokens, chars), stamps)
+    return corpus
 
 
 def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[Tokens, str]:
@@ -176,10 +180,11 @@ def _map_file(name: str) -> np.ndarray:
         dtype = "u2"
         # np.resize gives three numbers, even if the file has fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
-        # llm.c's header is 256 int32: this number, the version, the number of tokens, then zeros.
-        # A GPT-2 file without a header cannot begin with this number: its first uint16 would be
-        # 55432, which is not an id of GPT-2. With a larger vocabulary, this is only very unlikely.
-        if magic == 20240520:
+        # llm.c's header is 256 int32: one of these numbers, the version, the number of tokens, then
+        # zeros. GPT-2 has version 1. Llama 3 has version 7, with uint32 tokens, and is refused. A
+        # GPT-2 file without a header cannot begin with such a number: its first uint16 would be
+        # 55432 or 55713, which are not ids of GPT-2. (With larger ids, it is very unlikely.)
+        if magic in (20240520, 20240801):
             start = 1024
         else:  # No header: only an odd number of bytes is an error.
             version, count = 1, size // 2
@@ -201,10 +206,10 @@ def verify_unchanged(corpus: Corpus) -> None:
 
     Files of kind "char" are not checked, because read() has copied them into memory.
 
-    If a mapped file changes, so do the tokens that training reads, so all that was trained since
-    the last call is in doubt. Call this at the start, before each save and at the end. A call takes
-    about a microsecond per file, and communicates nothing: each rank checks only what it sees
-    itself.
+    If a mapped file changes, training reads other tokens. Then all that was trained since the last
+    call is in doubt. Call this at the start, before each save and at the end. A call takes about a
+    microsecond per file. Nothing is communicated: if only some ranks see the change, only these
+    raise the error, and the caller must end the others.
 
     This function cannot help if a file becomes shorter while it is in use: the operating system
     then kills a process that reads beyond the new end (SIGBUS).
@@ -220,14 +225,15 @@ def default_text() -> str:
 
 
 def digest(tokens: Tokens, chars: str = "") -> str:
-    """Return a hash, as 32 hex digits, by which a run notices that it gets other data than before.
+    """Return a hash of the data, as 32 hex digits. A run that resumes can compare it with its own.
 
-    The hash depends on `chars`, on the type and the length of each array, and on the content. So
-    that large files take little time, only 16 blocks of an array are read, evenly spaced from its
-    first byte to its last; a change between these blocks is not noticed. An array that is shorter
-    than 16 blocks is read whole. A block is 1 MiB if all arrays together have at most 256 MiB;
-    otherwise 16 MiB divided by the number of arrays, but at least 4 KiB and at most 1 MiB. So the
-    blocks of up to 4,096 arrays have at most 256 MiB together.
+    The hash depends on `chars`, on the type and the length of each array, and on the content. (So
+    the same tokens, divided into other files, have another hash.) To save time, only 16 blocks of
+    an array are read, evenly spaced from its first byte to its last; a change between these blocks
+    is not noticed. An array that is shorter than 16 blocks is read whole. A block is 1 MiB if all
+    arrays together have at most 256 MiB; otherwise 16 MiB divided by the number of arrays, but at
+    least 4 KiB and at most 1 MiB. So the blocks of up to 4,096 arrays have at most 256 MiB
+    together.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -268,9 +274,9 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
     """Return the token ids of a text, an array (n,).
 
     Kind "byte": the UTF-8 bytes, as uint8. Kind "char": the index of each character in `chars`, in
-    the smallest unsigned type that fits. Kind "ids": the whole numbers, separated by spaces, that
-    the text consists of, as uint32. ValueError names a character that is not in `chars`, or a
-    number that is not an id.
+    the smallest unsigned type that fits. Kind "ids": the text is whole numbers with spaces between
+    them, and these are the ids, as uint32. ValueError names a character that is not in `chars`, or
+    a number that is not an id.
     """
     if kind == "byte":
         return np.frombuffer(text.encode(), np.uint8)
@@ -331,8 +337,8 @@ def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
     The inputs of the windows lie end to end. If there are several windows, at least block_size
-    tokens are not used as inputs, so that each epoch can begin at one of block_size or more
-    positions (see steps). Raises ValueError if n <= block_size.
+    tokens are not used as inputs. So there are at least block_size positions at which an epoch can
+    begin (see steps). Raises ValueError if n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
@@ -359,17 +365,17 @@ def steps(
 ) -> Iterator[tuple[list[Batch], int]]:
     """Yield (micro-batches of this rank, count) for step `start` and all later steps, without end.
 
-    Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. They are
-    views of the same memory: flatten them with reshape, because view fails, and do not change them.
-    `count` is the number of targets in the whole global batch, over all ranks: divide the sum of
-    the losses by it. On a rank without windows in this step, `count` is 0 (see below).
+    Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. x and y
+    overlap in memory: do not write into one of them, because the other would change too. They are
+    not contiguous: flatten them with x.reshape(-1), because x.view(-1) raises an error. `count` is
+    the number of targets in the whole global batch, over all ranks: divide the sum of the losses by
+    it.
 
     The ranks divide the windows of a global batch in order, as evenly as possible. A rank divides
     its windows into min(accum, number of its windows) micro-batches, as evenly as possible. So two
     ranks can have different numbers of micro-batches: synchronise gradients once per step, not once
     per micro-batch. Which windows are in the global batch of a step does not depend on `rank`,
-    `world_size`, `accum` or `start`, so a run can resume with other values of these. Each rank
-    calls this with its own `rank`; nothing is communicated.
+    `world_size`, `accum` or `start`, so a run can resume with other values of these.
 
     If a global batch has fewer windows than there are ranks, some ranks have none. Such a rank gets
     one micro-batch with window 0 of the epoch, and the count 0. The rank must run forward and
@@ -385,12 +391,11 @@ def steps(
     - The k-th window of the epoch (0 <= k < W) is window permute(k, W, key), where `key` is another
       hash of (seed, epoch). Step s of the epoch starts with k = s * batch_size.
     - Exactly n - 1 - W * T tokens are in no window of the epoch: those before position `offset`,
-      and those after position offset + W * T. These are at most 2 * T - 2 tokens. Epochs have
-      different offsets, except by chance, and so leave out different tokens. The token at position
-      offset is only an input, and the token at offset + W * T is only a target. Each token between
-      these two is an input once and a target once.
+      and those after position offset + W * T. These are at most 2 * T - 2 tokens, and other ones in
+      each epoch. The token at position offset is only an input, and the token at offset + W * T is
+      only a target. Each token between these two is an input once and a target once.
 
-    Raises ValueError, at next() and not at the call, if n <= T, and if a window of this rank has an
+    Raises ValueError, at next() and not at the call, if n <= T, or if a window of this rank has an
     id that is not below plan.vocab; other ranks do not notice that. The windows of several steps
     are read at once, so such an id can be found some steps before the step that would use it.
     """
@@ -401,20 +406,20 @@ def steps(
     # A view has a row for each position where a window can begin. An array with fewer than `size`
     # tokens has no view, and its entry here is not used: _gather reads its tokens from `tokens`.
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
-    # A call of numpy for few rows is slow. So this rank's windows of `ahead` steps are read at
-    # once, about 2**18 tokens.
+    # Each call of numpy has a fixed cost. So this rank's windows of `ahead` steps are read at once,
+    # about 2**18 tokens.
     ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # `group`: the numbers, in this epoch, of the G steps that are read at once, (G, 1). All
-        # these steps have equally many windows: the last step of an epoch, which can have fewer, is
-        # read alone, when there are 0 whole steps left.
+        # `group`: the numbers, in this epoch, of the G steps that are read at once, (G, 1). These
+        # have batch_size windows each. If the last step of the epoch has fewer, 0 whole steps are
+        # left before it, and it is read alone.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
         order = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
-        if not mine.size:  # read window 0 as a substitute, and declare the count 0
+        if not mine.size:  # this rank has no window: read window i = 0, with the count 0
             order, windows = np.zeros_like(group), 0
         offset = _key(seed, epoch, "offset") % (n - epoch_windows * block_size)
         starts = offset + order * block_size
@@ -435,13 +440,13 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     is used, so plan.seed has no effect.
 
     Each batch is (x, y), both (B, T) int64 on the CPU, where T = plan.block_size and B is at most
-    plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) No
-    rank gets more than ceil(whole windows / (plan.batch_size * world_size)) batches of whole
-    windows, and B is as small as this allows, so that the ranks have about the same work. If T does
-    not divide n - 1, one more batch follows: one window that is shorter than T. The ranks take the
-    batches in turn. The numbers of batches of two ranks differ by at most one, and a rank can have
-    none. So a collective for each batch can hang, unless ranks that have no batch left take part in
-    it too.
+    plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) x and
+    y overlap in memory, as in steps. The whole windows are divided into at most m * world_size
+    batches, with m = ceil(whole windows / (plan.batch_size * world_size)). All these have the same
+    size, but the last can be smaller. If T does not divide n - 1, one more batch follows: one
+    window that is shorter than T. The ranks take the batches in turn. The numbers of batches of two
+    ranks differ by at most one, and a rank can have none. So a collective for each batch can hang,
+    unless ranks that have no batch left take part in it too.
 
     Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """
@@ -449,8 +454,8 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
     whole = windows * block_size  # targets in whole windows
-    # Batch k has the targets at positions edges[k] + 1 to edges[k + 1]. (max: there may be no whole
-    # window.)
+    # Batch k has the targets at positions edges[k] + 1 to edges[k + 1]. max, because there may be
+    # no whole window.
     max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
     targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
     edges = sorted({*range(0, whole, targets_per_batch), whole, targets})

@@ -786,6 +786,7 @@ NOT_NPY = "not one complete 1-d .npy of unsigned integers: "
         ("600.bin", llm_c([1, 2, 3])[:600], "600 bytes, header version 1; must be 1030"),
         ("magic.bin", llm_c([1, 2, 3])[:4], "4 bytes, header version 20240520"),
         ("v7.bin", llm_c([1, 2, 3], version=7), "1030 bytes, header version 7; must be 1030"),
+        ("llama.bin", llm_c([1, 2], 20240801, 7) + b"\0" * 4, "1032 bytes, header version 7"),
         ("no_tokens.bin", llm_c([]), "is empty"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value[:12] else "",
