@@ -11,11 +11,11 @@
         if report.stop:
             break
 
-The loss function returns a sum over a micro-batch and the count of its terms (rows, tokens), not a
-mean: if parts have different sizes, the mean of their means is not the mean of the whole. Each rank
-back-propagates sum * world_size / (count of the global batch, that is, of all micro-batches of all
-ranks in this step). DistributedDataParallel averages over the ranks, so the result is the exact
-mean gradient of the global batch, no matter how the batch was divided.
+The loss function returns a sum over a micro-batch, not a mean, and the count of the terms of this
+sum (rows, tokens): if micro-batches have different sizes, the mean of their means is not the mean
+of the whole. Each rank back-propagates sum * world_size / (count of the global batch, that is, of
+all micro-batches of all ranks in this step). DDP and FSDP average over the ranks, so the result is
+the exact mean gradient of the global batch, no matter how the batch was divided.
 
 Everything here also works without a process group. In a process group, all ranks must call the same
 functions in the same order, and the model must be wrapped in DistributedDataParallel (DDP) or in
@@ -56,7 +56,7 @@ class Report:
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient of the global batch, before clipping
     lr: float  # learning rate of the first parameter group of the first optimizer
-    count: Tensor  # what the loss function counted in this step, on all ranks that declared a count
+    count: Tensor  # what the loss function counted, on all ranks that did not declare the count 0
     # number of steps since the start of train_ that were skipped, because the loss or the gradient
     # was not finite
     skipped: Tensor
@@ -87,26 +87,26 @@ def train_(
 
     All ranks must iterate over it together; like any generator, it does nothing before the first
     next(). The first yielded number is start + 1. train_ calls model.train() once, at the start.
-    Gradients must be empty at the start. After each step, the gradients of all parameters of the
+    Gradients must be None at the start. After each step, the gradients of all parameters of the
     optimizers are deleted (set to None); those of other parameters accumulate.
 
-    start: number of steps that were done before, in an earlier run.
-    steps: for each step, a list of at least one micro-batch of this rank, and the count of the
-        global batch: what loss_fn counts in the micro-batches of all ranks together. All ranks need
-        the same number of steps; their numbers of micro-batches may differ. A rank without data in
-        a step passes any micro-batch, and 0 in place of the count of the global batch. The 0 means
-        that this rank's micro-batches have the weight 0: they are computed, but have no influence
-        on gradients, losses and counts. The count of the global batch does not include them. Their
-        loss must be finite, because 0 * NaN is NaN. (BatchNorm statistics do change. A parameter
-        that only such micro-batches use gets the gradient 0 instead of None.)
-    loss_fn: must return a sum, not a mean, and the count of its terms. With class weights, the sum
-        of the weights can take the place of the count.
-    lr_at: lr_at(step), with step = number of finished steps (`start` in the first), returns a
+    start: number of steps that were done before, in an earlier run. No item of `steps` is skipped.
+    steps: for each step, a list of at least one micro-batch of this rank, and the declared count:
+        what loss_fn counts in the micro-batches of all ranks together. All ranks need the same
+        number of steps; their numbers of micro-batches may differ. A rank without data in a step
+        passes any micro-batch and declares 0. Its micro-batches then have the weight 0: they are
+        computed, but have no influence on gradients, losses and counts, and the other ranks do not
+        include them in the declared count. Their loss and its gradient must be finite, because
+        0 * NaN is NaN. (BatchNorm statistics do change. A parameter that only such micro-batches
+        use gets the gradient 0 instead of None.)
+    loss_fn: see above. With class weights, the sum of the weights can take the place of the count.
+    lr_at: lr_at(step), with step = number of finished steps (`start` in the first step), returns a
         factor. The learning rate of each parameter group is set to this factor times the group's
         "initial_lr", which is set to the group's "lr" if it does not exist. With None, learning
         rates are not changed, so a scheduler from torch.optim.lr_scheduler can set them. To resume
-        such a run, load the scheduler's state and set the "lr" of each group to get_last_lr(),
-        because a new scheduler has changed it.
+        such a run, make the scheduler, load its state, and then set the "lr" of each group to its
+        value in get_last_lr(), because making a scheduler changes "lr", and loading its state does
+        not.
     clip: maximum for the L2 norm of the mean gradient over all parameters of all optimizers.
     dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
@@ -117,34 +117,37 @@ def train_(
         on all.
     patience: if the loss or the gradient norm is not finite, a step changes no weight and no
         optimizer state on any rank, and training continues. (Buffers such as BatchNorm statistics
-        do change.) The patience-th such step in a row raises Diverged and yields no Report. On CUDA
-        it still yields its Report, and the step after it raises Diverged. With float16, the steps
-        in which GradScaler finds an overflow count too.
+        do change.) The patience-th such step in a row raises Diverged and yields no Report (on CUDA
+        later, see below). With float16, an overflow that GradScaler finds is such a step too.
     sync_each: False: only the backward pass of the last micro-batch synchronises gradients; the
         others use model.no_sync(), which DistributedDataParallel has. True: each backward pass
-        synchronises, as FSDP needs it. All ranks then need the same number of micro-batches per
-        step: add micro-batches for which loss_fn returns the sum 0 and the count 0 (as pad_steps in
-        extras/fsdp.py does).
+        synchronises, as FSDP needs it, and a model that is not wrapped is not noticed. All ranks
+        then need the same number of micro-batches per step: add micro-batches for which loss_fn
+        returns 0 * (a sum that was computed with the model) and the count 0, as pad_steps in
+        extras/fsdp.py does.
 
     ValueError: there are several ranks, sync_each is False, and the model has no method no_sync.
-        Without DistributedDataParallel each rank would train a model of its own.
     ValueError: the declared count of a step is not what loss_fn counted. The gradients of this step
         were scaled wrongly, and this update has been made (on CUDA also that of the next step):
         discard the model. A rank that declared 0 does not raise.
     ValueError: the list of micro-batches of a step is empty. It is raised on that rank only.
-    ValueError: the loss did not use all parameters, and find_unused_parameters=True was not given
-        to DistributedDataParallel, so that gradients are not the mean over the ranks. It is raised
-        before the update, on the ranks where this happened. (If an earlier micro-batch of the step
-        did use them, it is torch's RuntimeError.)
+    ValueError: the last micro-batch of a step did not use all parameters, and
+        find_unused_parameters=True was not given to DistributedDataParallel, so that gradients are
+        not the mean over the ranks. It is raised before the update, on the ranks where this
+        happened. (If an earlier micro-batch of the step used the missing parameters, torch's
+        RuntimeError is raised.)
+    If only some ranks raise, the others wait for them in a collective until it times out, so end
+    the process.
 
     On CUDA the host does not wait for the step that it has just queued. It reads the flags of the
     step before: its count, the requests to stop, and the number of bad steps in a row. So
     report.stop is true one step later than on a CPU, and Diverged and the ValueError for the count
-    are raised one step later. Their messages name the step that was wrong. Errors of the last step
+    are raised one step later, after the Report of the step that was wrong. Errors of the last step
     are raised when `steps` ends: a caller that leaves the loop with break never gets them. A
     request to stop in the last step is not reported.
-    There is one exception: with an optimizer that is not fused, or that keeps no state, the host
-    does wait for the device in each step, because it has to decide whether to skip the update.
+    With an optimizer that is not fused, or that keeps no state, the host does wait for the device
+    in each step, because it has to decide whether to skip the update. The flags are still read one
+    step later.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -156,9 +159,9 @@ def train_(
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
-    # One function for each step whose flags are still to be read, oldest first. Each step appends
-    # its function and calls the oldest. On CUDA the list starts with a function that returns False,
-    # so the oldest is that of the step before. Elsewhere it is the step's own.
+    # Functions that read the flags of a step, oldest first. Each step appends its own and calls the
+    # oldest. On CUDA the list starts with a function that returns False, so the oldest is that of
+    # the step before. Elsewhere it is the step's own.
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
@@ -176,7 +179,7 @@ def train_(
         in_a_row = (in_a_row + 1) * ~finite
         read = to_host(torch.stack([*sums[1:], in_a_row]))
         unread.append(partial(_read_flags, read, step + 1, total, patience))
-        stopping = unread.pop(0)()  # or Diverged, or ValueError
+        stopping = unread.pop(0)()
         yield step + 1, Report(loss, norm, float(groups[0]["lr"]), sums[1], skipped, stopping)
     for read_flags in unread:
         read_flags()
@@ -208,7 +211,7 @@ def _seed(device: torch.device, *numbers: int) -> None:
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
     seed = int.from_bytes(digest.digest(), "little")
     if device.type == "cpu":
-        # torch.manual_seed seeds the generators of all devices, which takes 0.2 ms.
+        # not torch.manual_seed: it seeds the generators of all devices, which takes 0.2 ms
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
@@ -224,9 +227,10 @@ def _backward_(
     stop: bool,
     no_sync: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Back-propagate weight * (loss sum) of each micro-batch. If the weight is 0, count nothing.
+    """Back-propagate weight * (loss sum) of each micro-batch.
 
-    Returns (3,), summed over all ranks: loss sum, count, number of ranks that asked to stop.
+    Returns a tensor (3,), summed over all ranks: loss sum and count, both without micro-batches of
+    weight 0, and number of ranks that asked to stop.
     """
     device = next(model.parameters()).device
     if not batches:
@@ -320,9 +324,9 @@ def evaluate(
         is also called in rounds without a batch on this rank. If it returns true on any rank, all
         ranks return None. On CUDA they notice one round later.
     For other metrics, loss_fn can add its numbers to a tensor of the caller. After evaluate, sum
-    this tensor over the ranks with dist.all_reduce.
-    The model is in evaluation mode during the call. Then each submodule returns to its own mode,
-    also if an exception is raised.
+    this tensor over the ranks with dist.all_reduce. The model is in evaluation mode during the
+    call. Afterwards each submodule is in the mode that it had before, also if an exception is
+    raised.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # DDP's forward pass may send buffers to the other ranks. That would hang if the ranks have
@@ -333,7 +337,7 @@ def evaluate(
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
     no_batch = object()
-    # As in train_. On CUDA the list starts with: a rank has a batch, and no rank asks to stop.
+    # As in train_. On CUDA the list starts with flags that mean: a rank has a batch, none stops.
     unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
@@ -372,13 +376,13 @@ def group_batches(
     count: count(batch) must return the count that the loss function will return for this batch.
 
     The steps end when no rank has a batch left. A rank that runs out of batches earlier repeats, in
-    each remaining step, the first micro-batch of its last own step, with 0 in place of the count of
-    the global batch (see train_).
+    each remaining step, the first micro-batch of its last own step, and declares 0 (see train_).
     ValueError on a rank that never had a batch, if another rank has one. A step in which all ranks
     together count 0 is left out.
 
-    Batches are read one step ahead. On CUDA the all-reduce for step s + 1 is queued before the
-    forward and backward passes of step s, so the host can read the count without waiting for them.
+    Batches are read one step ahead, so the position of a loader is not the number of finished
+    steps. On CUDA the all-reduce for step s + 1 is queued before the forward and backward passes of
+    step s, so the host can read its result without waiting for these passes.
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:
@@ -393,7 +397,7 @@ def group_batches(
             yield micro_batches, to_host(sums)
 
     spare: list[Any] = []
-    # own_steps never ends. pairwise starts step s + 1 before step s is used.
+    # own_steps never ends. pairwise reads the batches of step s + 1 before it yields step s.
     for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:
@@ -442,15 +446,14 @@ def to_host(values: Tensor) -> Reader:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move the tensors in a batch to `device` and return a batch with the same structure.
 
-    A batch is a tensor, or tuples, NamedTuples, lists and dicts of batches. Other values stay as
-    they are. Copies to CUDA go through pinned memory, so that the host does not wait for the
-    device.
+    A batch is a tensor, or a tuple, NamedTuple, list or dict of batches. Other values stay as they
+    are. Copies to CUDA go through pinned memory, so that the host does not wait for the device.
     """
 
     def move(tensor: Tensor) -> Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":
-            # torch would first copy a tensor that is not contiguous into temporary memory that is
-            # not pinned, and the host would wait.
+            # Without contiguous(), to() would first copy a tensor that is not contiguous into
+            # memory that is not pinned, and the host would wait.
             tensor = tensor.contiguous().pin_memory()
         # On MPS, a non-blocking copy can read a source that was already freed (PyTorch issue
         # 189690).
