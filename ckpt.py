@@ -3,19 +3,21 @@
     if rank == 0:    # once, before the first save
         make_folder("out")
         held = lock("out")    # keeps other runs out of the folder
-    state = snapshot(model, optimizers, note="anything")        # on every rank
-    if rank == 0:
-        save("out", state, step=400, loss=1.8812, keep=3)
-
     found = newest("out")[0] if rank == 0 else None
     restore_(found.state if found else {}, model, optimizers)   # on every rank
     step = [found.entry.step if found else 0]
     if torch.distributed.is_initialized():    # restore_ does not tell the other ranks the step
         torch.distributed.broadcast_object_list(step)    # now step[0] is the same on all ranks
+    ...
+    state = snapshot(model, optimizers, note="anything")        # on every rank
+    if rank == 0:
+        save("out", state, step=400, loss=1.8812, keep=3)
 
-If a function raises on rank 0 only, for example newest(), the other ranks wait in restore_ until
-rank 0 ends or the timeout of the process group is over. To avoid that, call it with wait_together()
-of ddp_setup.py on all ranks, which raises the error of one rank on all of them.
+If newest() or save() raises on rank 0 only, the other ranks wait in their next collective, such as
+restore_, until rank 0 ends or the timeout of the process group is over. To avoid that, let every
+rank call wait_together() of ddp_setup.py, which raises the error of one rank on all of them:
+
+    found = wait_together(lambda: newest("out")[0] if rank == 0 else None, world)
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
@@ -27,10 +29,11 @@ snapshot().
 A checkpoint name without ".pt" is the name of a folder: a sharded checkpoint, which
 extras/sharded.py writes, reads and deletes. This module can only list it and rename it.
 
-Every rank must call snapshot() and restore_(). The other functions need no other rank: call them on
-one, usually rank 0. They may run in a thread: ThreadPoolExecutor(1).submit(save, ...) saves during
-training. Folders are local paths; for URLs see extras/remote.py. Functions that use files raise
-OSError if the file system fails, unless they say something else.
+Every rank must call snapshot() and restore_(). All other functions can be called on one rank alone,
+usually rank 0, and in a thread. To save during training, use one ThreadPoolExecutor(1) for all
+saves and call submit(save, ...); result() of the returned future raises the error of the save.
+Folders are local paths; for URLs see extras/remote.py. Functions that use files raise OSError if
+the file system fails, unless they say something else.
 """
 
 import copy
@@ -91,17 +94,17 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
     Every rank must call this. In a process group, ranks other than 0 get empty dicts for the model
-    and the optimizers. On these ranks the result is not a checkpoint; do not save it. The copies
-    share no memory with the model and the optimizers, so training can continue at once. The values
-    of `more` are passed on without a copy: do not change them before save() has ended. Names are
-    those of the bare model, without the prefixes that DDP and torch.compile add. An optimizer
-    without state becomes {} (before its first step, or SGD without momentum).
+    and the optimizers; save() refuses this result. The copies share no memory with the model and
+    the optimizers, so training can continue at once. The values of `more` are passed on without a
+    copy: do not change them before save() has ended. An optimizer without state becomes {} (before
+    its first step, or SGD without momentum).
     """
     dcp = _state_dict_functions()
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
         "model": dcp.get_model_state_dict(model, options=options),
-        # If an optimizer had no state, get_optimizer_state_dict would make it take a step.
+        # If an optimizer had no state, get_optimizer_state_dict would create it: see
+        # _check_and_reset_.
         "optimizers": [
             dcp.get_optimizer_state_dict(model, optimizer, options=options)
             if optimizer.state
@@ -110,9 +113,9 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
         ],
     }
     # Some tensors of `state` are copies already: torch has gathered them or moved them to the CPU.
-    # The others share memory with the training, and deepcopy must copy only these. deepcopy does
-    # not copy what is in its memo, so put the tensors there that are copies already. `live` has the
-    # addresses of all tensors that the training uses.
+    # The others share memory with the training: their addresses are in `live`, which has those of
+    # all tensors that the training uses. deepcopy copies everything except what is in its memo, so
+    # the memo gets the tensors that are copies already.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # of a DTensor, the shard of this rank
@@ -149,8 +152,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     in_group = dist.is_initialized()
     if in_group:
         # At first the other ranks get all but the content of the tensors, so that all ranks find
-        # the same errors. Tensors on the device "meta" have no content; set_model_state_dict and
-        # set_optimizer_state_dict send it later.
+        # the same errors: tensors on the device "meta" have no content. set_model_state_dict and
+        # set_optimizer_state_dict send the content later.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
@@ -158,15 +161,15 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     if not state:
         return
     dcp = _state_dict_functions()
-    # Without options, get_model_state_dict does not gather the weights. That is enough here,
-    # because a DTensor has the shape of the whole tensor.
-    check_same(state["model"], dcp.get_model_state_dict(model))
+    # Without options, get_model_state_dict does not gather the weights of an FSDP model. That is
+    # enough here, because a DTensor has the shape of the whole tensor.
+    check_same(state.get("model", {}), dcp.get_model_state_dict(model))
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
     settings = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
-    # strict=False, because a parameter that never had a gradient has no moments. The names of the
-    # model were compared above.
+    # strict=False, because a parameter that never had a gradient has no moments. For the model it
+    # hides nothing, because its names were compared above.
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
     )
@@ -181,7 +184,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
             optimizer.param_groups = own
             # Delete moments that torch made for parameters that have none in the checkpoint.
-            # groups has the names of the parameters of own, in the same order.
+            # `groups` is like `own`, but with the names of the parameters.
             for own_group, group in zip(own, groups):
                 for parameter, name in zip(own_group["params"], group["params"]):
                     if not old["state"].get(name):
@@ -236,11 +239,11 @@ def save(
 
     state: what snapshot() returned on rank 0; it is only read. loss: the validation loss (lower is
     better), which becomes part of the name. keep: if given, prune(folder, keep) follows. prune()
-    compares steps, not times: if the folder has checkpoints with higher steps, it can delete the
-    new one at once. The folder is created if needed. ValueError if load() would refuse the file,
-    for example because the model has NaN. After an error in writing, the checkpoints that existed
-    before are untouched, and no temporary file is left. An error in prune() comes after the new
-    checkpoint is complete.
+    compares steps, not times: if the folder has checkpoints with higher steps, good or damaged, it
+    can delete the new one at once. The folder is created if needed. ValueError if load() would
+    refuse the file, for example because the model has NaN. After an error in writing, the
+    checkpoints that existed before are untouched, and no temporary file is left. An error in
+    prune() comes after the new checkpoint is complete.
     """
     _check_state(state)
     handled = sys.exception()  # None, or the error that the caller is handling
@@ -250,13 +253,13 @@ def save(
             torch.save(state, file)
         except RuntimeError as error:
             # After an OSError, for example of a full disk, torch.save raises RuntimeError when it
-            # closes the file, with the OSError as __context__. Raise that OSError instead, unless
-            # __context__ is the error that the caller is handling.
+            # closes the file, with the OSError as __context__: raise that OSError. But if the
+            # caller is handling an OSError of its own, __context__ can be that one.
             cause = error.__context__
             raise cause if isinstance(cause, OSError) and cause is not handled else error
         file.flush()
-        # ValueError for types that load() refuses. The device "meta" leaves out the tensors'
-        # content.
+        # Raise ValueError for types that load() would refuse. The device "meta" leaves out the
+        # content of the tensors.
         _read_state(file.name, device="meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
@@ -302,13 +305,14 @@ def _read_state(path: str | Path, device: str) -> Any:
 
 
 def _check_state(state: Any) -> None:
-    """Raise ValueError unless state["model"] is a dict whose tensors are free of NaN.
+    """Raise ValueError unless state["model"] is a dict, not empty, whose tensors are free of NaN.
 
     ValueError also for tensors that cannot be checked: quantized ones, and those on "meta".
     """
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+    model = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(model, dict) or not model:
         raise ValueError("not a checkpoint: there is no state dict under 'model'")
-    for name, value in state["model"].items():
+    for name, value in model.items():
         if isinstance(value, Tensor) and (value.is_meta or value.is_quantized):
             raise ValueError(f"not supported: {name} is on the device meta or quantized")
         if isinstance(value, Tensor) and value.isnan().any():
@@ -332,7 +336,7 @@ def parse_names(names: Iterable[str]) -> list[Entry]:
 
 
 def list_checkpoints(folder: str) -> list[Entry]:
-    """Return the checkpoints in a folder, oldest first; [] if there is no folder. Reads no file."""
+    """Return the checkpoints in a folder, lowest step first; [] without a folder. Reads no file."""
     try:
         return parse_names(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -344,13 +348,14 @@ def newest(
     load: Callable[[str, Entry], State] = load,
     list_checkpoints: Callable[[str], list[Entry]] = list_checkpoints,
 ) -> tuple[Found | None, list[str]]:
-    """Return the newest checkpoint that verifies, and a message for each newer, damaged checkpoint.
+    """Return the newest checkpoint that load() accepts, and "NAME: REASON" for each newer one.
 
-    "Newer" means a higher step. A checkpoint verifies if load() returns its state. If load() raises
-    OSError or ValueError, the checkpoint counts as damaged, and the next older one is tried. Other
-    exceptions are passed on, for example NotImplementedError if a sharded checkpoint is newer than
-    each good one. (None, []) means that there are no checkpoints. ValueError if there are some but
-    none verifies.
+    "Newer" means a higher step. If load() raises OSError or ValueError, the checkpoint counts as
+    damaged, and the one with the next lower step is tried. Before the next save() with `keep`, call
+    set_aside() for each damaged checkpoint: otherwise prune() keeps it in place of a good one.
+    Other exceptions are passed on, for example NotImplementedError if a sharded checkpoint is newer
+    than all good ones. (None, []) means that there are no checkpoints. ValueError if there are some
+    but load() accepts none.
 
     load, list_checkpoints: by default the functions of this file. extras/remote.py and
         extras/sharded.py pass their own.
@@ -386,8 +391,8 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 def prune(folder: str, keep: int) -> None:
     """Delete the files of the superseded checkpoints: see superseded().
 
-    A sharded checkpoint is not deleted but renamed: see remove(). Temporary files stay, because
-    another process may be writing them.
+    For a sharded checkpoint see remove(). Temporary files stay, because another process may be
+    writing them.
     """
     for entry in superseded(list_checkpoints(folder), keep):
         remove(folder, entry.name)
@@ -398,8 +403,7 @@ def remove(folder: str, name: str) -> None:
 
     A folder, such as a sharded checkpoint, is not deleted: a power failure could leave half of its
     files under the name of a checkpoint. (extras/sharded.py avoids that.) Here set_aside() adds
-    ".damaged" to the name of the folder, even if the checkpoint is intact. The folder still uses
-    disk space.
+    ".damaged" to the name of the folder, even if the checkpoint is intact.
     """
     path = Path(folder, name)
     if path.is_dir():
@@ -416,20 +420,20 @@ def set_aside(folder: str, name: str) -> None:
 def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     """Take the lock of an existing folder and delete all temporary files in it.
 
-    Killed processes leave such files. Before the first save(), call make_folder() and lock().
-    Otherwise lock() in another process deletes the file that save() is writing.
+    Killed processes leave such files. save() does not take the lock. So call make_folder() and
+    lock() before the first save(): otherwise lock() in another process deletes the file that save()
+    is writing.
 
     Keep the result: the lock is released when the result is closed or garbage collected, and when
-    the process ends in any way. A forked child, such as a worker of a DataLoader, keeps the lock
-    too, until it ends. Returns None and deletes nothing if the system (Windows) or the file system
+    the process ends in any way. But a forked child, such as a worker of a DataLoader, keeps the
+    lock until it ends. Returns None and deletes nothing if the system (Windows) or the file system
     has no locks. Waits up to `timeout` seconds, because a process that was killed may need a moment
-    to end. ValueError, with host, pid and time of locking, if another process (or another result of
-    lock() in this one) still has the lock then.
+    to end. ValueError, with the holder's host, pid and time of locking, if another process (or
+    another result of lock() in this one) still has the lock then.
 
     This is flock instead of the package filelock. If the file system refuses locks, old versions of
     filelock wait for ever, and newer versions use a lock that nobody releases when a process on
-    another host crashes. Versions up to 3.29 also delete the text in the lock file, which names the
-    holder.
+    another host crashes.
     """
     if not fcntl:
         return None
@@ -459,7 +463,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
 
 
 def write_text(folder: str, name: str, text: str) -> None:
-    """Replace the text of a file. A reader, also after a crash, finds the old or the new text."""
+    """Replace the text of a file. Readers find the old or the new text, also after a crash."""
     with _temporary_file(folder) as file:
         file.write(text.encode())
         _publish(file, name)

@@ -390,6 +390,8 @@ def state_of_another_model(change):
         return state
     if change == "missing":
         del state["model"]["3.weight"]
+    elif change == "no model":
+        del state["model"]
     elif change == "fewer optimizers":
         state["optimizers"].pop()
     elif change == "moment of another shape":
@@ -409,6 +411,7 @@ def state_of_another_model(change):
 
 MISFITS = {
     "missing": "3.weight is missing in",
+    "no model": "0.weight is missing in",
     "surplus": "4.weight is (5,) torch.float32 in the checkpoint, missing",
     "shape": "3.weight is (5,)",
     "fewer optimizers": "1 optimizers in the checkpoint, 2 here",
@@ -671,7 +674,10 @@ def test_a_type_with_memory_in_its_name_is_not_taken_for_a_lack_of_memory(folder
         ckpt.save(folder, {**some_state(1), "extra": memory_of_something}, 1)
 
 
-@pytest.mark.parametrize("state", [{}, {"weights": {}}, {"model": torch.ones(3)}, []])
+OF_RANK_1: dict = {"model": {}, "optimizers": [{}]}  # what snapshot returns there
+
+
+@pytest.mark.parametrize("state", [{}, {"weights": {}}, {"model": torch.ones(3)}, [], OF_RANK_1])
 def test_save_refuses_a_state_without_a_model(folder, state):
     with pytest.raises(ValueError, match="no state dict under 'model'"):
         ckpt.save(folder, state, 2)
@@ -822,7 +828,7 @@ class MakesAFolder:
 def test_code_in_a_checkpoint_is_refused_and_not_run(folder, tmp_path, written, where):
     code = MakesAFolder(str(tmp_path / "was run"))
     old = ckpt.save(folder, some_state(10), 10)
-    state = {"model": {"w": code}} if where == "inside" else {"model": {}, "x": code}
+    state = {"model": {"w": code}} if where == "inside" else {**some_state(), "x": code}
     bad = put_named(folder, 20, written(state))
     found, (line,) = ckpt.newest(folder)
     assert found.entry == old and line.startswith(f"{bad}: not a checkpoint: ")
@@ -837,6 +843,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(folder, tmp_path, written, 
         b"not a checkpoint",
         torch_saved([1, 2]),
         torch_saved({"weights": {}}),
+        torch_saved({"model": {}}),
         torch_saved({"model": torch.ones(3)}),
         torch_saved({"model": {"w": torch.ones(1000)}})[:-1000],
         b"",
@@ -844,7 +851,9 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(folder, tmp_path, written, 
         b"\x80\x02h\x07.",
         b"\x80\x02J",
     ],
-    ids="text,list,no model,tensor,half a zip,empty,no stack,no memo,half a number".split(","),
+    ids="text,list,no model,empty model,tensor,half a zip,empty,no stack,no memo,half a number".split(
+        ","
+    ),
 )
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_what_is_no_checkpoint_is_named_and_the_one_before_it_is_used(folder, data):
