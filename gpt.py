@@ -11,10 +11,10 @@ normalised queries and keys (Henry et al., 2020), squared ReLU (So et al., 2021)
 output layer that does not share its weights with the embedding. At initialisation its residual
 branches output zero.
 
-This file contains plain PyTorch. Nothing here communicates with other ranks.
+Nothing here communicates with other ranks.
 
 Letters in shapes: B sequences in a batch, T tokens in a sequence, C = embd, H heads, D = C / H,
-V tokens in the vocabulary, S positions of the keys and values.
+V tokens in the vocabulary, S keys and values (S = T without caches).
 """
 
 import math
@@ -30,13 +30,13 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Config(NamedTuple):
-    """All settings of a model. The caller saves it with the weights."""
+    """The settings that define a model. The caller must save them with the weights."""
 
     vocab: int  # number of different tokens
     block_size: int  # maximum context length in tokens; see GPT.forward for longer sequences
     layers: int
     heads: int
-    embd: int  # width of the residual stream; a multiple of heads (of 2 * heads with "modern")
+    embd: int  # width of the residual stream. gpt2: a multiple of heads; modern: of 2 * heads
     dropout: float = 0.0  # probability, at least 0 and below 1
     arch: str = "modern"  # a key of ARCHS
 
@@ -107,7 +107,6 @@ ARCHS = {
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Compute causal attention for the last T of S positions (T <= S).
 
-    Each query attends to its own position and to those before it.
     q: (B, H, T, D). k and v: (B, H, S, D). Returns (B, H, T, D).
     dropout: probability for the attention weights. It is always applied: pass 0.0 in evaluation.
     """
@@ -115,7 +114,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     # For short sequences in bfloat16 on a CPU, the backward pass of the fused kernel takes up to
     # ten times as long as that of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
-    # For 1 < T < S, is_causal would mean the first T positions, not the last.
+    # For 1 < T < S, is_causal would take the queries for the first T positions, not the last.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
@@ -146,7 +145,7 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
         qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
         qk, v = qkv[:2], qkv[2]
-        q, k = apply_rope(rms_norm(qk), cos_sin) if self.rotary else qk
+        q, k = apply_rope(rms_norm(qk), cos_sin) if self.rotary else qk  # (B, H, T, D) each
         if cache is not None:
             cache[..., -T:, :] = torch.stack((k, v))
             k, v = cache
@@ -164,9 +163,9 @@ class GPT(nn.Module):
         super().__init__()
         arch, width = ARCHS[config.arch], config.embd
         self.config, self.checkpoint_activations = config, checkpoint_activations
-        # nn.Embedding(V, C) would call normal_. On the device "meta", which build uses, the first
-        # call of normal_ imports modules, which takes one second. (nn.Linear calls uniform_, which
-        # does not.)
+        # from_pretrained, because nn.Embedding(V, C) would call normal_. On the device "meta",
+        # which build uses, the first call of normal_ imports modules, which takes one second.
+        # (nn.Linear calls uniform_, which does not.)
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
@@ -187,14 +186,14 @@ class GPT(nn.Module):
         caches and no targets, compute only the logits of the last token, (B, 1, V).
 
         tokens, targets: (B, T) int64. The sum is a float32 scalar in nats. A token attends to
-            itself and to the tokens before it.
-        caches: for sampling, (layers, 2, B, H, S, D): the keys and values of S positions. The first
-            S - T positions hold those of earlier tokens. Those of `tokens` are written to the last
-            T. Each token attends to all positions up to its own. Pass caches only in evaluation
-            mode: in training with checkpoint_activations they are ignored, without an error.
-        start: position of the first token; S - T with caches. With learned positions, start + T
-            must be at most block_size; if it is larger, the result can be wrong without an error.
-            With rotary positions, sequences may be longer.
+            itself and to the tokens before it, also to those in the caches.
+        caches: for sampling, (layers, 2, B, H, S, D): keys and values. Those of S - T earlier
+            tokens must be in the first S - T positions. This call writes those of `tokens` into the
+            last T positions. Pass caches only in evaluation mode: in training with
+            checkpoint_activations they are ignored, without an error.
+        start: position of the first token; with caches it must be S - T. With learned positions,
+            start + T must be at most block_size; if it is larger, the result can be wrong without
+            an error. With rotary positions, sequences may be longer.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
@@ -202,7 +201,8 @@ class GPT(nn.Module):
             x = x + self.positions.weight[start : start + T]
         x = F.dropout(x, self.config.dropout, self.training)
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-            # Autocast would keep the residual stream in float32, with twice the memory traffic.
+            # Autocast would keep the residual stream in float32, with twice the memory traffic. (In
+            # float16, the residual stream could overflow.)
             x = x.bfloat16()
         cos_sin = rope(start, T, self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
@@ -226,8 +226,9 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
     max_logits: number of logits that are computed at a time. If N * V is more, the rows are
         processed in parts: see CrossEntropyInParts. The memory is three to four times that of these
-        logits in float32, because softmax and gradients have as many numbers.
-    (F.linear_cross_entropy of torch 2.13 saves memory too, but adds up the loss in bfloat16.)
+        logits in float32, because the softmax and the gradients have the same size.
+    (F.linear_cross_entropy of torch 2.13 saves memory too, but adds up a bfloat16 loss in
+    bfloat16.)
     """
     rows = max(1, max_logits // len(weight))
     if len(x) > rows and torch.is_grad_enabled():
@@ -237,7 +238,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -
 
 
 def cross_entropy_at_once(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute the result of cross_entropy with all logits in memory."""
+    """Compute cross_entropy with all logits in memory."""
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
 
@@ -246,9 +247,11 @@ class CrossEntropyInParts(torch.autograd.Function):
 
     The forward pass also computes the gradients of each part, while the logits of the part are in
     memory. The backward pass only scales them. Second derivatives raise an error. The gradient of
-    `weight` is added up in float32 or wider. In float16, a GradScaler comes too late: gradients of
-    logits below 3e-8 become 0, and a part whose gradient of `weight` exceeds 65,504 makes it
-    infinite.
+    `weight` is added up in float32 or wider.
+
+    Avoid float16 (bfloat16 and float32 have no such limits): the gradients are computed before a
+    GradScaler scales the loss. So gradients below 3e-8 become 0, and if one part's gradient of
+    `weight` exceeds 65,504, the sum is infinite.
     """
 
     @staticmethod
@@ -271,7 +274,7 @@ class CrossEntropyInParts(torch.autograd.Function):
         if torch.is_grad_enabled():  # with create_graph=True
             raise RuntimeError("cross_entropy in parts has no second derivatives")
         x_grad, weight_grad = ctx.saved_tensors
-        # With a dimension, the factor is not rounded to the dtype of x_grad.
+        # A scalar would be rounded to the dtype of x_grad before the product; shape (1,) is not.
         factor = grad[None]
         return x_grad * factor, weight_grad * factor, None, None
 
@@ -304,7 +307,7 @@ def build(config: Config, seed: int | None, checkpoint_activations: bool = False
     if seed is not None:
         for name, parameter in model.named_parameters():
             weight = initial_weight(config, seed, name, parameter.shape)
-            # The parameter stays the same object, also in a tied head.
+            # This keeps the parameter object, so a tied head stays tied.
             torch.utils.swap_tensors(parameter, nn.Parameter(weight))
     return model
 
@@ -313,13 +316,15 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
     """Compute the initial values of the parameter `name`, float32, on the CPU.
 
     They depend only on the arguments. So each rank can compute any of them, in any order.
+    shape: that of the whole parameter, also if a rank keeps only a part of it.
     """
-    weight = torch.full(shape, float(name.endswith("weight")))  # 1 for a norm, 0 for a bias
+    # The weight of a norm is 1 and a bias is 0. Matrices are overwritten below.
+    weight = torch.full(shape, float(name.endswith("weight")))
     if weight.ndim > 1:
         std = 0.02
         if name.endswith(("out.weight", "down.weight")):
             std *= 0 if ARCHS[config.arch].zero_branches else (2 * config.layers) ** -0.5
-        # crc32, because a generator of the CPU uses only 32 bits of its seed.
+        # crc32 makes 32 bits; a generator of the CPU would ignore more.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight.normal_(0, std, generator=generator)
     return weight
@@ -328,8 +333,9 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """Compute (sum of the token losses in nats, number of tokens) of a batch (x, y).
 
-    x: (B, T) int64 tokens. y: (B, T) int64, the token that follows each of x. `model` is a GPT, or
-        a wrapper of one, for example DistributedDataParallel.
+    x: (B, T) int64 tokens. y: (B, T) int64, the token that follows each of x. It must not contain
+        -100, which F.cross_entropy ignores, because the number of tokens would include it.
+    model: a GPT, or a wrapper of one, for example DistributedDataParallel.
     """
     x, y = batch
     return model(x, y), y.numel()
@@ -338,21 +344,22 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def compile_(model: GPT) -> None:
     """Compile each block in place with torch.compile. The names of the parameters do not change.
 
-    Each block is compiled alone. So in the backward pass, DistributedDataParallel can send the
-    gradients of one block while those of the block before it are computed. As all blocks have the
-    same code and shapes, the graph of the first block is used for all of them.
+    So in the backward pass, DistributedDataParallel can send the gradients of one block while those
+    of the block before it are computed. As all blocks have the same code and shapes, the graph of
+    the first block is used for all of them. cross_entropy is not compiled: each size of a
+    micro-batch has up to two sizes of parts, and each would take seconds to compile.
 
-    torch would compile a function for at most eight shapes and run it uncompiled for all others.
-    Which eight these are depends on their order, so a resumed run could differ. This function
-    raises the limit of the process to 64. The loss is not compiled, because it has more shapes,
-    those of its parts, and each would take seconds to compile.
+    torch would compile a block for the first eight shapes and run it uncompiled for all others. A
+    resumed run can see other shapes first, so its result could differ. Therefore this function
+    raises the limit of the process to 64 shapes. Sampling needs a shape for each length, so sample
+    from a model that is not compiled.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(64, config.recompile_limit)
     for block in model.blocks:
         # With dynamic shapes, torch would compile a general graph when it sees a second shape. This
-        # graph has other rounding and other dropout. So the result of a step would depend on the
-        # shapes before it, and a resumed run would differ from one that was not interrupted.
+        # graph rounds differently and draws other dropout masks. So the result of a step would
+        # depend on the shapes before it.
         block.compile(dynamic=False)
 
 
@@ -377,8 +384,9 @@ def flops_per_token(config: Config) -> int:
     """Count the floating-point operations of forward and backward pass for one token of a full
     sequence.
 
-    The formula counts 6 operations per matrix weight, and 12 * block_size * embd for the attention
-    of each layer (Chowdhery et al., "PaLM", 2022, appendix B). Recomputed activations do not count.
+    The formula counts 6 operations per weight of the blocks' matrices and of the output layer, and
+    12 * block_size * embd for the attention of each layer (Chowdhery et al., "PaLM", 2022, appendix
+    B). Recomputed activations do not count.
     """
     matrices = 12 * config.layers * config.embd**2 + config.vocab * config.embd
     return 6 * matrices + 12 * config.layers * config.block_size * config.embd
@@ -409,8 +417,8 @@ def sample(
     """
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")
-    config, weight = model.config, model.embedding.weight
-    context, start = torch.atleast_2d(prompt)[:, -config.block_size :].to(weight.device), 0
+    config, weight, start = model.config, model.embedding.weight, 0
+    context = torch.atleast_2d(prompt)[:, -config.block_size :].to(weight.device)
     caches = weight.new_zeros(
         config.layers,
         2,

@@ -60,7 +60,7 @@ def lazy_import(name: str) -> ModuleType:
 def extra(name: str) -> ModuleType:
     """Import and return extras/NAME.py. FileNotFoundError if it, or a module it needs, is missing.
 
-    So usage_errors() shows it as one line, and suppress(FileNotFoundError) makes it optional.
+    usage_errors() makes this error one line. Where the extra is optional, callers suppress it.
     """
     try:
         return importlib.import_module(f"extras.{name}")
@@ -83,9 +83,9 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
-# Pattern in the traceback of an error -> what helps (the last one, if several match). "(?<!OutOf)"
-# leaves out the name OutOfMemoryError, because Triton's error of this name is not about the memory
-# of the device. torch's error of this name also contains "out of memory", so it still matches.
+# Pattern in the traceback of an error -> what helps (the last one, if several match). The name
+# OutOfMemoryError must not match ("(?<!OutOf)"), because Triton has an error of this name that is
+# not about the memory of the device. torch's OutOfMemoryError matches by its text, "out of memory".
 # Python raises SystemError if memory runs out during an import.
 HINTS = {
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
@@ -141,14 +141,14 @@ class Flags:
         None, "Start from the model of another --out, of Hugging Face or of nanoGPT.", PATH
     )
     epochs: int = option(1, "Passes over the training data.", COUNT)
-    steps: int | None = option(
-        None, "Largest number of steps; --epochs can end the run earlier.", COUNT
-    )
+    steps: int | None = option(None, "Largest number of steps; --epochs can end earlier.", COUNT)
     optimizer: str = option(
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
-    embedding_lr: float = option(2.0, "With muon: AdamW uses --lr times this factor.", POSITIVE)
+    embedding_lr: float = option(
+        2.0, "With muon: AdamW's learning rate is --lr times this.", POSITIVE
+    )
     momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
     min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
@@ -190,9 +190,7 @@ class Flags:
     checkpoint: str = option(
         "whole", "sharded: each rank writes its part of a checkpoint.", ["whole", "sharded"]
     )
-    keep: int = option(
-        3, "How many of the newest checkpoints to keep, besides the best one.", COUNT
-    )
+    keep: int = option(3, "Number of newest checkpoints to keep, besides the best one.", COUNT)
 
 
 # These flags define the model, the state of the optimizers, the order of the data and what the
@@ -216,22 +214,23 @@ def train(flags: Flags, given: set[str]) -> int:
     """Train until the last step or a stop signal; return the exit code. Every rank runs this.
 
     given: the names of the flags that the user set, on the command line, in the environment or in a
-    file. The other flags, except NOT_RESTORED, are taken from the checkpoint, if there is one.
+    file.
     """
     with (
         usage_errors(),  # for errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # for errors of the body: process_group then ends all ranks with code 2
+        usage_errors(),  # for errors of the body: process_group then also ends the other ranks
     ):
         rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
         # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or the model of
-        # --init-from, with only the flags of that model, at step 0; or {} for a new model.
-        # All ranks get the small parts of the state, `saved`. wait_together calls a function on
-        # each rank and returns each rank's own result. An error on one rank is raised on all.
+        # --init-from at step 0, whose "config" has only the flags that define the model; or {} for
+        # a new model. All ranks get `saved`, the state without its large parts. wait_together calls
+        # a function on each rank and returns each rank's own result. An error on one rank is raised
+        # on all.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -271,7 +270,7 @@ def train(flags: Flags, given: set[str]) -> int:
         peak_flops = machine.get("peak_flops", math.nan)
 
         # The model and its optimizers, with the saved weights and moments. For zero and fsdp,
-        # gpt.build gets no seed: the weights then have no storage, and shard_ makes them.
+        # gpt.build gets no seed: the model then has no weights, and shard_ makes them.
         seed = flags.seed if flags.strategy == "ddp" else None
         model = gpt.build(config, seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
@@ -284,7 +283,7 @@ def train(flags: Flags, given: set[str]) -> int:
             replica = shard_(model, world.size, world.device, blocks, flags.strategy, weight)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-        if saved:
+        if saved:  # on all ranks
             with usage_errors(f"{saved['name']}: "):
                 storage.restore_(state, replica, optimizers)  # sends the state of rank 0 to all
             if saved.get("scaler"):  # it is empty after a run in another dtype than float16
@@ -295,7 +294,8 @@ def train(flags: Flags, given: set[str]) -> int:
         steps = chardata.steps(
             plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
         )
-        # With fsdp, each micro-batch communicates, so all ranks need equally many.
+        # With fsdp, each micro-batch communicates, so all ranks need equally many. (zero
+        # communicates once per step.)
         if flags.strategy == "fsdp":
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         elif flags.strategy == "ddp":
@@ -319,7 +319,8 @@ def train(flags: Flags, given: set[str]) -> int:
             sync_each=flags.strategy == "fsdp",
         )
 
-        # The --out folder. Nothing is written to it before this point.
+        # The --out folder. Nothing is written to it before this point, and train_ does its first
+        # step only in the loop below.
         saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
         # "data" is the digest of the data. Their path is in "config".
@@ -339,12 +340,15 @@ def train(flags: Flags, given: set[str]) -> int:
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
         # writing: the Future of the last save, and the time at which it should have ended. At
-        # first, and always on ranks that write nothing, it is a call of bool(), which ends at once.
+        # first, and always on ranks that write nothing, bool() stands for a save that has ended.
         pool = ThreadPoolExecutor(1)
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
         def wait_for_saves() -> bool:
-            """Wait for the saves of all ranks. Return False if one has not ended in time."""
+            """Wait for the saves of all ranks. Return False if one has not ended in time.
+
+            All ranks must call this.
+            """
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
@@ -369,21 +373,21 @@ def train(flags: Flags, given: set[str]) -> int:
                         "tokens": tokens,
                         "loss": loss,
                         "grad_norm": norm,
-                        "lr": flags.lr * lr_factor(step - 1),
+                        "lr": flags.lr * lr_factor(step - 1),  # with muon: that of Muon
                         "tokens_per_s": round(rate, 1),
                         "mfu": round(rate * flops_per_token / peak_flops, 4),
                         "skipped": int(report.skipped),
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite does not change the weights. In a run
-                # that diverges, checkpoints of such steps would be equal, and --keep would delete
-                # older ones for them. So such a step is saved only at a stop or at the end. (After
-                # a single one, the next due step saves the progress.) A report is equal on all
-                # ranks, so all decide the same.
+                # loop.train_ skips a step whose loss or gradient is not finite, and raises
+                # FloatingPointError after five of them in a row. The weights after such a step are
+                # those of the step before, and --keep would delete older checkpoints for equal
+                # ones. So such a step is saved only at a stop or at the end. A report is equal on
+                # all ranks, so all decide the same.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # Before an evaluation or a snapshot, rank 0 has waited for the device in float() or
-                # isfinite(). So the pause, which starts here, contains no training.
+                # If an evaluation or a snapshot follows, rank 0 has waited for the device above, in
+                # float() or isfinite(). So the time from here on contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -418,11 +422,12 @@ def train(flags: Flags, given: set[str]) -> int:
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
-        except FloatingPointError:  # from loop.train_ or extras/replicas.py, on all ranks
+        except FloatingPointError:  # from loop.train_ or extras/replicas.py, always on all ranks
             wait_for_saves()  # The state that they save is from before this step, so it is good.
             raise
         except Exception:
-            wait_for_save(*writing)  # only for this rank's save: other ranks may have no error
+            # Other ranks may have no error, and would not come to wait_for_saves().
+            wait_for_save(*writing)
             raise
         # The last step has no checkpoint if its save was left out, hangs, or failed.
         ended = save_started and wait_for_saves()
@@ -481,7 +486,8 @@ def find_start(flags: Flags, storage: ModuleType) -> State:
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
-    """Return the flags. Those that are not given but saved are taken from the checkpoint.
+    """Return the flags. Those that are not given are taken from the checkpoint, except
+    NOT_RESTORED.
 
     ValueError if a given flag contradicts the checkpoint.
     """
@@ -601,8 +607,8 @@ def pick_dtype(flag: str, device: torch.device) -> str:
 
 
 def should_compile(flag: bool | None, device: torch.device, flops: float) -> bool:
-    """Whether to compile. Without a flag: on CUDA, and on a CPU if that saves more than it costs,
-    both only if there is a compiler.
+    """Whether to compile. Without a flag: if there is a compiler, on CUDA, and on a CPU if that
+    saves more than it costs.
 
     flops: those of the whole run, so that a resumed run decides the same.
     """
@@ -617,7 +623,7 @@ def should_compile(flag: bool | None, device: torch.device, flops: float) -> boo
 def prepare_folder(
     out: str, storage: ModuleType, step: int, rejected: list[str], config: State
 ) -> object:
-    """Write the first files into the folder `out` and return its lock. Only rank 0 calls this.
+    """Write the first files into the folder `out` and return its lock.
 
     Set damaged checkpoints aside, and remove the metrics after `step`, because these steps are done
     again. config: for config.json.
@@ -625,12 +631,13 @@ def prepare_folder(
     storage.make_folder(out)
     lock: object = storage.lock(out)
     damaged = [line.split(":")[0] for line in rejected]  # each line is "NAME: REASON"
+    # Before this run had the lock, another one may have written newer checkpoints.
     if any(e.step > step and e.name not in damaged for e in storage.list_checkpoints(out)):
         raise ValueError("another run has just written to it; start again to continue from there")
     for name, line in zip(damaged, rejected):
         storage.set_aside(out, name)
         warn(f"{line}; set aside, continuing from step {step}")
-    # The lines that append_metrics wrote; a line that a crash cut off does not match.
+    # The lines that append_metrics wrote. All others are removed, such as one that a crash cut off.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     lines = re.finditer(pattern, storage.read_text(out, "metrics.jsonl"))
     kept = (line[0] for line in lines if int(line[1]) <= step)
@@ -706,7 +713,7 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
 def usage_errors(subject: str = "") -> Iterator[None]:
     """Raise click.UsageError, exit code 2, in place of errors about values, files and packages.
 
-    A ValueError of a bug loses its traceback here too. To see it, let this function only yield.
+    A bug that raises ValueError loses its traceback here too. To see it, only yield here.
     """
     try:
         yield
@@ -720,10 +727,7 @@ def usage_errors(subject: str = "") -> Iterator[None]:
 
 
 def newest_checkpoint(out: str) -> State:
-    """Return the newest checkpoint that verifies; ValueError if there is none.
-
-    Warn of newer checkpoints that are damaged.
-    """
+    """Return the newest checkpoint that verifies; ValueError if there is none."""
     state = find_checkpoint(out, open_storage(out))
     if not state:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another --out")
@@ -804,7 +808,8 @@ def sample(
 @DEVICE
 @click.option("--data", type=PATH, help="As in training.  [default: its validation data]")
 def evaluate(out: str, device: str, data: str | None) -> None:
-    """Print the exact mean loss of the newest checkpoint over all tokens of a text but the first.
+    """Print the exact mean loss of the newest checkpoint over all tokens of a text except the
+    first.
 
     \b
       python run.py eval --data other.txt
@@ -876,7 +881,8 @@ def cli(**values: Any) -> None:
         return
     given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)
-    # A stop signal that comes before stop_signals() handles it stays pending until then.
+    # A stop signal that comes from here on stays pending until stop_signals() or spawn() unblocks
+    # it.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     if flags.spawn is None or multiprocessing.parent_process():  # a rank that spawn() started
@@ -888,7 +894,7 @@ def cli(**values: Any) -> None:
     ctx.exit(ddp_setup.spawn(main, size, timeout=flags.timeout))
 
 
-with suppress(FileNotFoundError):  # Each file in extras/ is optional.
+with suppress(FileNotFoundError):
     extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
 with suppress(FileNotFoundError):
     extra("flags").extend(cli, "DDPKIT")
@@ -900,7 +906,7 @@ def main() -> None:
     UsageErrors (see usage_errors), lost ranks, a training that diverged and errors with a hint
     become one line. Other errors get a traceback.
     """
-    gc.disable()  # train enables it: imports make no garbage, and looking for it takes 0.5 s
+    gc.disable()  # During the imports it would take 0.5 s and find nothing. train enables it.
     faulthandler.enable()  # prints where a fatal signal came, for example SIGBUS from a mapped file
     code = FAILED
     try:
@@ -911,7 +917,7 @@ def main() -> None:
         code = cli.main(standalone_mode=False) or DONE
     except SystemExit as error:  # process_group raises it on ranks that must not report an error
         code = error.code if isinstance(error.code, int) else FAILED
-    except click.Abort:  # Ctrl-C outside of a training
+    except click.Abort:  # Ctrl-C in a command such as sample
         code = 130
     except click.ClickException as error:
         say("Error: " + " ".join(error.format_message().split()), error=True)
