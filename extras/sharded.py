@@ -399,13 +399,7 @@ def restore_(ckpt: ModuleType, state: State, model: nn.Module, optimizers: Optim
         raise ValueError(f"{count} optimizers in the checkpoint, {len(optimizers)} here")
     _create_moments_(model, optimizers, {key.rsplit(".", 1)[0] for key in saved})
     ours = _state_tensors(model, optimizers)
-    kinds = [
-        {k: f"{tuple(t.shape)} {t.dtype}" for k, t in tensors.items()} for tensors in (saved, ours)
-    ]
-    for key in [*ours, *saved]:
-        a, b = (kind.get(key, "missing") for kind in kinds)
-        if a != b:
-            raise ValueError(f"{key} is {a} in the checkpoint, {b} here")
+    ckpt.check_same(saved, ours)
     try:
         dcp.load(State(ours), storage_reader=_Reader(paths[0], manifest["tensors"], saved))
     except dcp.CheckpointException as error:
