@@ -5,8 +5,8 @@
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
     verify_unchanged(corpus)  # for mapped files; call it again before each save and at the end
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        # count: number of targets in the global batch. A rank that has no window gets 0 instead:
-        # its micro_batches are a substitute, which must have the weight 0.
+        # count: number of targets in the global batch. A rank that has no window gets 0 and a
+        # substitute for a micro-batch, which must have the weight 0.
         weight = 1 / count if count else 0
         for x, y in micro_batches:  # this rank's part of a global batch; both (B, 256) int64
             (weight * loss_sum(model, x, y)).backward()
@@ -57,7 +57,7 @@ class Corpus(NamedTuple):
     """The data as tokens, with everything that is needed to turn token ids into text."""
 
     tokens: tuple[np.ndarray, ...]  # one array per file that is not empty
-    vocab: int  # number of ids. For token files, if read() got it, the ids are not checked there
+    vocab: int  # number of ids. read() does not check a `vocab` that was given for token files
     kind: str  # "char", "byte" or "ids" (ids from a token file, whose text is not known)
     chars: str  # kind "char": id i is the character chars[i]. Other kinds: ""
     digest: str  # digest(tokens, chars)
@@ -180,10 +180,11 @@ def _map_file(name: str) -> np.ndarray:
         dtype = "u2"
         # np.resize gives three numbers, even if the file has fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
-        # llm.c's header is 256 int32: one of these numbers, the version, the number of tokens, then
-        # zeros. GPT-2 has version 1. Llama 3 has version 7, with uint32 tokens, and is refused. A
-        # GPT-2 file without a header cannot begin with such a number: its first uint16 would be
-        # 55432 or 55713, which are not ids of GPT-2. (With larger ids, it is very unlikely.)
+        # llm.c's header is 256 int32: a magic number, the version, the number of tokens, then
+        # zeros. GPT-2 has version 1. Llama 3 has version 7, with uint32 tokens, and is refused
+        # below. A GPT-2 file without a header cannot begin with a magic number: its first uint16
+        # would be 55432 or 55713, which are not ids of GPT-2. (With a larger vocabulary, it is
+        # unlikely.)
         if magic in (20240520, 20240801):
             start = 1024
         else:  # No header: only an odd number of bytes is an error.
@@ -336,9 +337,9 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The inputs of the windows lie end to end. If there are several windows, at least block_size
-    tokens are not used as inputs. So there are at least block_size positions at which an epoch can
-    begin (see steps). Raises ValueError if n <= block_size.
+    The inputs of the windows lie end to end. One window is left out (the - 1), so that the first
+    window can begin at one of block_size or more positions: see steps. Raises ValueError if n <=
+    block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
@@ -367,7 +368,7 @@ def steps(
 
     Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. x and y
     overlap in memory: do not write into one of them, because the other would change too. They are
-    not contiguous: flatten them with x.reshape(-1), because x.view(-1) raises an error. `count` is
+    not contiguous: flatten them with x.reshape(-1), because x.view(-1) fails if B > 1. `count` is
     the number of targets in the whole global batch, over all ranks: divide the sum of the losses by
     it.
 
@@ -378,7 +379,7 @@ def steps(
     `world_size`, `accum` or `start`, so a run can resume with other values of these.
 
     If a global batch has fewer windows than there are ranks, some ranks have none. Such a rank gets
-    one micro-batch with window 0 of the epoch, and the count 0. The rank must run forward and
+    one micro-batch with window i = 0 (see below), and the count 0. The rank must run forward and
     backward on this micro-batch too, because the other ranks wait for it in collective operations,
     and must multiply the loss by 0.
 
@@ -411,9 +412,9 @@ def steps(
     ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # `group`: the numbers, in this epoch, of the G steps that are read at once, (G, 1). These
-        # have batch_size windows each. If the last step of the epoch has fewer, 0 whole steps are
-        # left before it, and it is read alone.
+        # `group`: the numbers, in this epoch, of the G steps that are read at once, (G, 1): whole
+        # steps of batch_size windows. If no whole step is left in this epoch, only the last step,
+        # which has fewer windows.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)
@@ -441,9 +442,9 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
 
     Each batch is (x, y), both (B, T) int64 on the CPU, where T = plan.block_size and B is at most
     plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) x and
-    y overlap in memory, as in steps. The whole windows are divided into at most m * world_size
-    batches, with m = ceil(whole windows / (plan.batch_size * world_size)). All these have the same
-    size, but the last can be smaller. If T does not divide n - 1, one more batch follows: one
+    y overlap in memory, as in steps. So that the ranks have about the same work, all batches have
+    the same size, except that the last can be smaller; no rank has more than ceil(whole windows /
+    (plan.batch_size * world_size)) of them. If T does not divide n - 1, one more batch follows: one
     window that is shorter than T. The ranks take the batches in turn. The numbers of batches of two
     ranks differ by at most one, and a rank can have none. So a collective for each batch can hang,
     unless ranks that have no batch left take part in it too.
@@ -527,7 +528,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.ones_like(out, bool)
     while outside.any():
         left, right = divmod(out[outside], b)
-        # Change the left digit, then swap the digits. After eight swaps they are in place again.
+        # Change the left digit, then swap the digits, so that the next round changes the other one.
         for i in range(8):
             # The inner % keeps the sum within 64 bits.
             left, right = right, (left + _hash(right, key + i) % a) % a

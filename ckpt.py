@@ -15,9 +15,11 @@
 
 If newest() or save() raises on rank 0 only, the other ranks wait in their next collective, such as
 restore_, until rank 0 ends or the timeout of the process group is over. To avoid that, let every
-rank call wait_together() of ddp_setup.py, which raises the error of one rank on all of them:
+rank call wait_together() of ddp_setup.py. It raises the error of one rank on all ranks, and returns
+to each rank the result of its own call:
 
-    found = wait_together(lambda: newest("out")[0] if rank == 0 else None, world)
+    with process_group() as world:    # of ddp_setup.py
+        found = wait_together(lambda: newest("out")[0] if world.rank == 0 else None, world)
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
@@ -112,10 +114,10 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             for optimizer in optimizers
         ],
     }
-    # Some tensors of `state` are copies already: torch has gathered them or moved them to the CPU.
-    # The others share memory with the training: their addresses are in `live`, which has those of
-    # all tensors that the training uses. deepcopy copies everything except what is in its memo, so
-    # the memo gets the tensors that are copies already.
+    # Some tensors of `state` are copies already: torch has gathered them, or moved them from a GPU
+    # to the CPU. Those that were on the CPU before share memory with the training: their addresses
+    # are in `live`, which has those of all tensors that the training uses. deepcopy does not copy
+    # what is in its memo, so the memo gets the tensors that are copies already.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # of a DTensor, the shard of this rank
@@ -151,9 +153,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     """
     in_group = dist.is_initialized()
     if in_group:
-        # At first the other ranks get all but the content of the tensors, so that all ranks find
-        # the same errors: tensors on the device "meta" have no content. set_model_state_dict and
-        # set_optimizer_state_dict send the content later.
+        # First send everything but the content of the tensors (on the device "meta" they have
+        # none), so that all ranks check the same and raise the same errors. set_model_state_dict
+        # and set_optimizer_state_dict send the content later.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
@@ -254,7 +256,7 @@ def save(
         except RuntimeError as error:
             # After an OSError, for example of a full disk, torch.save raises RuntimeError when it
             # closes the file, with the OSError as __context__: raise that OSError. But if the
-            # caller is handling an OSError of its own, __context__ can be that one.
+            # caller calls save() while it handles an error, __context__ can be that error.
             cause = error.__context__
             raise cause if isinstance(cause, OSError) and cause is not handled else error
         file.flush()
@@ -298,7 +300,7 @@ def _read_state(path: str | Path, device: str) -> Any:
         disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
         # torch's allocator raises RuntimeError, Python raises MemoryError: "emory" is in both.
         no_memory = isinstance(error, (RuntimeError, MemoryError)) and "emory" in repr(error)
-        if disk_failed or no_memory:  # the file may be good
+        if disk_failed or no_memory:  # The file may be good, so do not call it "not a checkpoint".
             raise
         reason = f"torch.load(weights_only=True) raised {type(error).__name__}"
         raise ValueError(f"not a checkpoint: {reason}") from error
@@ -350,9 +352,10 @@ def newest(
 ) -> tuple[Found | None, list[str]]:
     """Return the newest checkpoint that load() accepts, and "NAME: REASON" for each newer one.
 
-    "Newer" means a higher step. If load() raises OSError or ValueError, the checkpoint counts as
-    damaged, and the one with the next lower step is tried. Before the next save() with `keep`, call
-    set_aside() for each damaged checkpoint: otherwise prune() keeps it in place of a good one.
+    "Newer" means a higher step. If load() raises OSError or ValueError, the checkpoint cannot be
+    used, and the one with the next lower step is tried. Before the next save() with `keep`, call
+    set_aside() for each checkpoint that cannot be used: otherwise prune() keeps it in place of a
+    good one.
     Other exceptions are passed on, for example NotImplementedError if a sharded checkpoint is newer
     than all good ones. (None, []) means that there are no checkpoints. ValueError if there are some
     but load() accepts none.
@@ -401,9 +404,9 @@ def prune(folder: str, keep: int) -> None:
 def remove(folder: str, name: str) -> None:
     """Delete the file of a checkpoint. A missing file is no error.
 
-    A folder, such as a sharded checkpoint, is not deleted: a power failure could leave half of its
-    files under the name of a checkpoint. (extras/sharded.py avoids that.) Here set_aside() adds
-    ".damaged" to the name of the folder, even if the checkpoint is intact.
+    A folder, such as a sharded checkpoint, is not deleted, because this module does not write
+    folders: set_aside() adds ".damaged" to its name, even if the checkpoint is intact.
+    extras/sharded.py deletes sharded checkpoints.
     """
     path = Path(folder, name)
     if path.is_dir():

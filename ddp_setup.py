@@ -122,10 +122,10 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         other ranks wait.
 
     If an exception leaves the block (not SystemExit or KeyboardInterrupt, for which see below),
-    this function does not destroy the group, because that could wait for a rank that is dead.
-    Before the program uses process_group again, each rank must call
-    torch.distributed.destroy_process_group(). The exception that the caller sees depends on the
-    rank:
+    this function does not destroy the group, because that could wait for a rank that is dead. If
+    the program is to use process_group again, without a restart of all ranks, each rank must be
+    alive and must first call torch.distributed.destroy_process_group(). The exception that the
+    caller sees depends on the rank:
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (for example, it was killed), one of the other ranks
       raises ConnectionError. Its message names the lost rank. It can also name ranks that are not
@@ -133,9 +133,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
       end as described under `timeout`.
     - If all ranks failed in torch.distributed (for example, because they called different
       collectives), one of them raises torch's own exception.
-    - All other ranks raise SystemExit, for which Python prints nothing, because a rank of the cases
-      above reports the error. The exit code of this SystemExit is the attribute `exit_code` of the
-      exception that the rank itself had (click's exceptions have one), otherwise 1.
+    - All other ranks raise SystemExit, for which Python prints nothing. A rank of the cases above
+      reports the error. The exit code of this SystemExit is the attribute `exit_code` of this
+      rank's own exception (click's exceptions have one), otherwise 1.
     Under spawn, the parent process reports a rank that was killed, and all other ranks raise
     SystemExit. If the store itself is lost, all remaining ranks raise ConnectionError. This happens
     if rank 0 serves the store (the ranks were started with neither torchrun nor spawn) and its
@@ -143,9 +143,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
 
     sys.exit() and sys.exit(0) inside the block destroy the group and then end the program.
     KeyboardInterrupt, and sys.exit() with another code, pass unchanged, and the group is not
-    destroyed. In both cases, if other ranks still use the group, this rank is lost for them, as if
-    it was killed (see above). If all ranks end in this way at the same point of the program, no
-    rank waits for another, and no error is reported.
+    destroyed. After any of these, if other ranks still use the group, this rank is lost for them,
+    as if it was killed (see above). If all ranks exit at the same point of the program, no rank
+    waits for another, and no error is reported.
 
     Before the group exists, each rank raises ValueError if its launch variables are wrong, and
     ConnectionError if not all ranks connect within `timeout` (under torchrun, it can take up to
@@ -327,7 +327,7 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 
 
 def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
-    """Do nothing if this rank must raise `error` itself; otherwise raise another exception instead.
+    """Return if this rank must raise `error` itself; otherwise raise another exception instead.
 
     A rank whose error is only the consequence of another rank's failure waits 1 second first. The
     store gets at most 6 seconds to answer. `store` must have only the keys of this process group,
@@ -354,7 +354,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
         not_failed = _in_thread(claim_report).result(6)
     except (dist.DistError, futures.TimeoutError):
         not_failed = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
-    if consequence and not_failed:  # if all ranks have failed, none was lost
+    if consequence and not_failed:  # Otherwise all ranks have failed, so none was lost.
         # A rank that is named need not be lost: it can still be waiting for this rank.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
         raise ConnectionError(f"no answer from rank {' or '.join(not_failed)} ({how})") from error
@@ -375,8 +375,8 @@ def _watch_ranks(
     raise an exception, and NCCL would end the process without saying which rank waits where.
 
     All ranks share a counter in the store. 20 times per timeout, each rank adds 1 to it and writes
-    its state into the store: the new value of the counter, by which others see how old the state
-    is, and the line where its program is. A rank that runs torch.compile also adds 1 to a second
+    its state into the store: the new value of the counter and the line where its program is. (The
+    value shows how old the state is.) A rank that runs torch.compile also adds 1 to a second
     counter of all ranks. In an interval, a rank is stuck if all of these are true:
     - The group is still being made; or torch's flight recorder says that a collective has started
       and has not ended; or a rank has reported an error (the key "reported"), because otherwise a
@@ -404,7 +404,7 @@ def _watch_ranks(
         # "<module>" does not count: the file is only being imported.
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
-        # Without the list of collectives. The status of the groups is always included.
+        # False leaves out the list of collectives. The status of the groups is always included.
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
         waiting = any(a != b for a, b in numbers) or not dist.is_initialized()
@@ -479,6 +479,7 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         # a resumed run would not round like the same step of a run that was never stopped. Make
         # that pass here, with gradients of zero. (With find_unused_parameters, DDP keeps its first
         # buckets. With static_graph, this pass would be taken for the first step.)
+        # prepare_for_backward replaces the forward pass; []: expect all gradients.
         replica.reducer.prepare_for_backward([])
         torch.stack([0.0 * p.sum() for p in model.parameters() if p.requires_grad]).sum().backward()
         model.zero_grad()
@@ -501,9 +502,10 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function, each with its own `call`. If some calls raise ValueError or
-    OSError, all ranks raise the error of the lowest of these ranks, which must be picklable. If no
-    call raises one of these two, another exception is raised only on its own rank. On the other
-    ranks wait_together returns; they fail in their next collective, as process_group describes.
+    OSError, all ranks raise the error of the lowest of these ranks. These errors must be picklable.
+    If no call raises one of these two, another exception is raised only on its own rank. On the
+    other ranks wait_together returns; they fail in their next collective, as process_group
+    describes.
 
     Use this function for work that may take longer than the timeout of process_group, such as
     reading from slow storage: here the timeout does not apply. If a rank dies, the others fail as
@@ -549,9 +551,9 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     The signals no longer interrupt the program. Call the yielded function once per step, together
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
     SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
-    handles signals only when the call returns. The workers of a DataLoader do not have these
-    handlers, except that a forked worker keeps those of SIGINT and SIGUSR1. So a signal to the
-    whole process group would end them: see extras/tutorial/stream.py for what to do.
+    handles signals only when the call returns. The worker processes of a DataLoader do not have
+    these handlers (a forked worker keeps those of SIGINT and SIGUSR1). So Ctrl-C or another signal
+    to all processes can end them: see extras/tutorial/stream.py for what to do.
 
     notice: a line for the user, because the end of a step can take a while. Rank 0 prints it on
         stderr when it receives the first SIGINT, if stderr is a terminal.
@@ -596,9 +598,10 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     `if __name__ == "__main__":`, because each rank imports the script again. ValueError on
     Windows, and if `fn` or `args` have a function or class that is defined in a notebook.
 
-    A rank prints the traceback of its exception and ends with 1. When a rank fails, the others get
-    4 seconds to end and are then killed. When this process gets a stop signal, it sends SIGTERM to
-    all ranks and continues to wait. If this process dies, its ranks are killed (on Linux).
+    A rank prints the traceback of its exception and ends with 1. When a rank has ended with another
+    code than 0, the others get 4 seconds to end and are then killed. When this process gets a stop
+    signal, it sends SIGTERM to all ranks and continues to wait; a second SIGINT ends it with exit
+    code 130. If this process dies, its ranks are killed (on Linux).
 
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
         they are killed. Without a timeout, a rank that hangs keeps this process waiting.
@@ -607,7 +610,8 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     - If all ranks end with the same exit code (and no signal), this code is returned.
     - If a rank has reported the error through process_group, the code of the rank that failed first
       is returned (1 if a signal killed that rank).
-    - If the rank that failed first ended with 130, after a second Ctrl-C, 130 is returned.
+    - If the rank that failed first ended with 130 (it got two SIGINT, and this process did not),
+      130 is returned.
     - Otherwise ChildProcessError is raised. Its message, one line for the user, names a rank that a
       signal killed, that did not end within `timeout`, or that ended with another code than 0.
     """
@@ -639,11 +643,11 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 def _wait_for_ranks(
     ranks: list[Any], stop_requested: Callable[[], bool], timeout: float, store: dist.Store
 ) -> int:
-    """Wait until all ranks have ended, and do what the docstring of `spawn` says.
+    """Wait until all ranks have ended, as the docstring of `spawn` says.
 
     torch's ProcessContext.join(grace_period=...) cannot do this. It does not notice a rank that
     hangs after another rank has ended with 0. It returns only after the grace period; by then,
-    another rank has reported the lost connection to a killed rank. And it prints warnings.
+    another rank has reported "connection lost" in place of the rank that was killed.
     """
     to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
     while True:

@@ -114,7 +114,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     # For short sequences in bfloat16 on a CPU, the backward pass of the fused kernel takes up to
     # ten times as long as that of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
-    # For 1 < T < S, is_causal would take the queries for the first T positions, not the last.
+    # For 1 < T < S, is_causal would treat the queries as the first T positions, not the last.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
@@ -187,9 +187,9 @@ class GPT(nn.Module):
 
         tokens, targets: (B, T) int64. The sum is a float32 scalar in nats. A token attends to
             itself and to the tokens before it, also to those in the caches.
-        caches: for sampling, (layers, 2, B, H, S, D): keys and values. Those of S - T earlier
-            tokens must be in the first S - T positions. This call writes those of `tokens` into the
-            last T positions. Pass caches only in evaluation mode: in training with
+        caches: for sampling, (layers, 2, B, H, S, D). The first S - T entries of dimension S must
+            be the keys and values of earlier tokens. This call writes the keys and values of
+            `tokens` into the last T. Pass caches only in evaluation mode: in training with
             checkpoint_activations they are ignored, without an error.
         start: position of the first token; with caches it must be S - T. With learned positions,
             start + T must be at most block_size; if it is larger, the result can be wrong without
@@ -221,7 +221,8 @@ class GPT(nn.Module):
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -> Tensor:
-    """Compute the sum over N rows of the cross-entropy, in nats, of the logits x @ weight.T.
+    """Compute logits = x @ weight.T and return the sum of the cross-entropies of its N rows, in
+    nats.
 
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
     max_logits: number of logits that are computed at a time. If N * V is more, the rows are
@@ -249,9 +250,9 @@ class CrossEntropyInParts(torch.autograd.Function):
     memory. The backward pass only scales them. Second derivatives raise an error. The gradient of
     `weight` is added up in float32 or wider.
 
-    Avoid float16 (bfloat16 and float32 have no such limits): the gradients are computed before a
-    GradScaler scales the loss. So gradients below 3e-8 become 0, and if one part's gradient of
-    `weight` exceeds 65,504, the sum is infinite.
+    Do not use float16, for autocast or weights: the gradients are computed before a GradScaler
+    scales the loss. So values below 3e-8 become 0, and those above 65,504 become infinite. bfloat16
+    and float32 have a far larger range.
     """
 
     @staticmethod
@@ -274,7 +275,8 @@ class CrossEntropyInParts(torch.autograd.Function):
         if torch.is_grad_enabled():  # with create_graph=True
             raise RuntimeError("cross_entropy in parts has no second derivatives")
         x_grad, weight_grad = ctx.saved_tensors
-        # A scalar would be rounded to the dtype of x_grad before the product; shape (1,) is not.
+        # PyTorch would round a scalar to the dtype of x_grad. With the shape (1,), the product is
+        # computed in float32.
         factor = grad[None]
         return x_grad * factor, weight_grad * factor, None, None
 
@@ -324,7 +326,7 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
         std = 0.02
         if name.endswith(("out.weight", "down.weight")):
             std *= 0 if ARCHS[config.arch].zero_branches else (2 * config.layers) ** -0.5
-        # crc32 makes 32 bits; a generator of the CPU would ignore more.
+        # crc32 makes 32 bits. A generator of the CPU would ignore further bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight.normal_(0, std, generator=generator)
     return weight
@@ -344,15 +346,15 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def compile_(model: GPT) -> None:
     """Compile each block in place with torch.compile. The names of the parameters do not change.
 
-    So in the backward pass, DistributedDataParallel can send the gradients of one block while those
-    of the block before it are computed. As all blocks have the same code and shapes, the graph of
-    the first block is used for all of them. cross_entropy is not compiled: each size of a
-    micro-batch has up to two sizes of parts, and each would take seconds to compile.
+    Each block is compiled by itself, so that in the backward pass DistributedDataParallel can send
+    the gradients of one block while those of the block before it are computed. As all blocks have
+    the same code and shapes, the graph of the first block is used for all of them. cross_entropy is
+    not compiled: each batch size, and its smaller last part, would take seconds to compile.
 
-    torch would compile a block for the first eight shapes and run it uncompiled for all others. A
-    resumed run can see other shapes first, so its result could differ. Therefore this function
-    raises the limit of the process to 64 shapes. Sampling needs a shape for each length, so sample
-    from a model that is not compiled.
+    torch compiles the blocks for the first eight shapes that they get, and runs them uncompiled for
+    all others. A resumed run can meet other shapes first, and its result could differ. Therefore
+    this function raises the limit to 64 shapes, for the whole process. Sampling has another shape
+    for each length, so sample from a model that is not compiled.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(64, config.recompile_limit)
@@ -411,9 +413,9 @@ def sample(
 
     After the prompt, each token costs the computation of one position, because keys and values are
     cached. But when the context has more than block_size tokens, only its last ceil(block_size / 2)
-    tokens are kept, and these are processed again from position 0. From the first next() on, also
-    between two tokens, the model is in evaluation mode. Its old mode is restored when the iterator
-    that this function returned is closed or deleted.
+    tokens are kept, and these are processed again from position 0. The first next() puts the model
+    into evaluation mode. It stays in this mode, which you must not change, until the iterator that
+    this function returned is closed or deleted; this restores the old mode.
     """
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")

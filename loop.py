@@ -18,8 +18,9 @@ all micro-batches of all ranks in this step). DDP and FSDP average over the rank
 the exact mean gradient of the global batch, no matter how the batch was divided.
 
 Everything here also works without a process group. In a process group, all ranks must call the same
-functions in the same order, and the model must be wrapped in DistributedDataParallel (DDP) or in
-FSDP. With FSDP, call train_ with sync_each=True. A trailing underscore in the name of a function
+functions in the same order, and the model must be wrapped in DistributedDataParallel (DDP) or
+FSDP2 (torch's fully_shard; FullyShardedDataParallel is not supported). With FSDP2, call train_ with
+sync_each=True. A trailing underscore in the name of a function
 (train_) means, as in torch, that it changes its arguments.
 """
 
@@ -105,8 +106,8 @@ def train_(
         "initial_lr", which is set to the group's "lr" if it does not exist. With None, learning
         rates are not changed, so a scheduler from torch.optim.lr_scheduler can set them. To resume
         such a run, make the scheduler, load its state, and then set the "lr" of each group to its
-        value in get_last_lr(), because making a scheduler changes "lr", and loading its state does
-        not.
+        value in get_last_lr(): making a scheduler changes "lr", and loading its state does not
+        restore it.
     clip: maximum for the L2 norm of the mean gradient over all parameters of all optimizers.
     dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
@@ -121,10 +122,10 @@ def train_(
         later, see below). With float16, an overflow that GradScaler finds is such a step too.
     sync_each: False: only the backward pass of the last micro-batch synchronises gradients; the
         others use model.no_sync(), which DistributedDataParallel has. True: each backward pass
-        synchronises, as FSDP needs it, and a model that is not wrapped is not noticed. All ranks
-        then need the same number of micro-batches per step: add micro-batches for which loss_fn
-        returns 0 * (a sum that was computed with the model) and the count 0, as pad_steps in
-        extras/fsdp.py does.
+        synchronises, as FSDP2 needs it, and a model that is not wrapped is not noticed. All ranks
+        then need the same number of micro-batches per step. To get it, add dummy micro-batches that
+        loss_fn recognises. It must run the model on them too, because forward and backward pass
+        communicate, and return 0 * (the loss sum) and the count 0. See pad_steps in extras/fsdp.py.
 
     ValueError: there are several ranks, sync_each is False, and the model has no method no_sync.
     ValueError: the declared count of a step is not what loss_fn counted. The gradients of this step
@@ -136,8 +137,8 @@ def train_(
         not the mean over the ranks. It is raised before the update, on the ranks where this
         happened. (If an earlier micro-batch of the step used the missing parameters, torch's
         RuntimeError is raised.)
-    If only some ranks raise, the others wait for them in a collective until it times out, so end
-    the process.
+    If only some ranks raise, the others wait for them in a collective until it times out. So a rank
+    that raised should end.
 
     On CUDA the host does not wait for the step that it has just queued. It reads the flags of the
     step before: its count, the requests to stop, and the number of bad steps in a row. So
@@ -145,9 +146,9 @@ def train_(
     are raised one step later, after the Report of the step that was wrong. Errors of the last step
     are raised when `steps` ends: a caller that leaves the loop with break never gets them. A
     request to stop in the last step is not reported.
-    With an optimizer that is not fused, or that keeps no state, the host does wait for the device
-    in each step, because it has to decide whether to skip the update. The flags are still read one
-    step later.
+    With an optimizer that is not fused, or whose state is empty (SGD without momentum), the host
+    does wait for the device in each step, to decide whether to skip the update. The flags are still
+    read one step later.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -299,7 +300,7 @@ def _update_(
             optimizer.step()
             # Otherwise optimizer.step() would skip for other callers too.
             delattr(optimizer, "found_inf")
-        elif finite:
+        elif finite:  # on CUDA, this waits for the device
             optimizer.step()
     scaler.update()
     for optimizer in optimizers:
@@ -317,7 +318,7 @@ def evaluate(
 ) -> float | None:
     """Compute the exact mean loss over the batches of all ranks; return it on every rank.
 
-    All ranks must call it. Their numbers of batches may differ, and may be 0. (With FSDP they must
+    All ranks must call it. Their numbers of batches may differ, and may be 0. (With FSDP2 they must
     be equal: add batches for which the loss function returns 0 and 0, as pad_batches in
     extras/fsdp.py does.) Returns NaN if the loss function counted nothing.
     stop: is called once per round. A round is one batch on each rank that still has one, so `stop`
@@ -342,9 +343,9 @@ def evaluate(
     try:
         for batch in chain(batches, repeat(no_batch)):
             # [number of ranks that have a batch, number of ranks that ask to stop, 0, 0]. The zeros
-            # are padding: no other collective of this file has four numbers. So if some ranks
-            # evaluate while the others train, gloo reports an error instead of adding up numbers of
-            # different meaning. NCCL does not compare the sizes.
+            # make the size different from that of train_ (3) and group_batches (2). So if some
+            # ranks evaluate while others train, gloo raises an error instead of adding up numbers
+            # of different meaning. NCCL does not compare the sizes.
             flags = sums.new_zeros(4)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())

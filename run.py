@@ -220,7 +220,7 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # for errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # for errors of the body: process_group then also ends the other ranks
+        usage_errors(),  # For errors of the body: exit code 2. process_group ends the other ranks.
     ):
         rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
         sharded = flags.checkpoint == "sharded" and world.size > 1
@@ -316,7 +316,7 @@ def train(flags: Flags, given: set[str]) -> int:
             scaler=scaler,
             seed=flags.seed,
             stop=stop_requested,
-            sync_each=flags.strategy == "fsdp",
+            sync_each=flags.strategy == "fsdp",  # Its gradients are sent after each micro-batch.
         )
 
         # The --out folder. Nothing is written to it before this point, and train_ does its first
@@ -340,7 +340,7 @@ def train(flags: Flags, given: set[str]) -> int:
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
         # writing: the Future of the last save, and the time at which it should have ended. At
-        # first, and always on ranks that write nothing, bool() stands for a save that has ended.
+        # first, and always on ranks that write nothing, it is a call that does nothing: bool().
         pool = ThreadPoolExecutor(1)
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
@@ -387,7 +387,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 # all ranks, so all decide the same.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # If an evaluation or a snapshot follows, rank 0 has waited for the device above, in
-                # float() or isfinite(). So the time from here on contains no training.
+                # float() or isfinite(). So the time from here to the end of both has no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -559,8 +559,8 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    # With zero and fsdp, each batch of an evaluation communicates. (In training, zero gathers the
-    # weights once per step and frees them at the end of the step. An evaluation has no steps.)
+    # In an evaluation, zero and fsdp gather the weights for each batch and free them afterwards. So
+    # all ranks need equally many batches. (In training, zero does this once per step.)
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
@@ -610,7 +610,7 @@ def should_compile(flag: bool | None, device: torch.device, flops: float) -> boo
     """Whether to compile. Without a flag: if there is a compiler, on CUDA, and on a CPU if that
     saves more than it costs.
 
-    flops: those of the whole run, so that a resumed run decides the same.
+    flops: those of the whole run, also if it is resumed, so that it decides the same.
     """
     if flag is not None:
         return flag
@@ -713,7 +713,8 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
 def usage_errors(subject: str = "") -> Iterator[None]:
     """Raise click.UsageError, exit code 2, in place of errors about values, files and packages.
 
-    A bug that raises ValueError loses its traceback here too. To see it, only yield here.
+    A bug that raises ValueError loses its traceback here too. To see it, replace the body by
+    `yield`.
     """
     try:
         yield
@@ -915,7 +916,7 @@ def main() -> None:
             with usage_errors(), suppress(FileNotFoundError):
                 extra("slurm").set_launch_env_(os.environ)
         code = cli.main(standalone_mode=False) or DONE
-    except SystemExit as error:  # process_group raises it on ranks that must not report an error
+    except SystemExit as error:  # of process_group: another rank reports the error
         code = error.code if isinstance(error.code, int) else FAILED
     except click.Abort:  # Ctrl-C in a command such as sample
         code = 130
