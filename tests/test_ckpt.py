@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -431,8 +432,11 @@ def test_a_state_that_does_not_fit_is_named_and_the_model_is_unchanged(change):
     assert same(model.state_dict(), before)
 
 
-def restore_in_a_group(rank, size, path):
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=size)
+def restore_in_a_group(path):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}/store", rank=int(os.environ["RANK"]), world_size=2
+    )
+    rank = dist.get_rank()
     for change in RESTORED_IN_A_GROUP:
         straight, stopped = trained(4), trained(3)
         fits = ckpt.snapshot(*stopped)
@@ -466,7 +470,7 @@ RESTORED_IN_A_GROUP = {
 
 
 def test_all_ranks_get_the_state_of_rank_0_or_the_same_error(tmp_path):
-    torch.multiprocessing.spawn(restore_in_a_group, (2, str(tmp_path)), nprocs=2)
+    run_on_ranks(restore_in_a_group, 2, str(tmp_path))
     for change, expected in RESTORED_IN_A_GROUP.items():
         results = [(tmp_path / f"{change} {rank}").read_text() for rank in (0, 1)]
         assert results[0] == results[1] and results[0].startswith(expected), (change, results)

@@ -22,7 +22,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import warm
-from conftest import ENVIRONMENT, ROOT, ahead, wait_for, warm_server
+from conftest import ENVIRONMENT, ROOT, ahead, run_on_ranks, wait_for, warm_server
 from torch import nn
 
 import ddp_setup
@@ -39,17 +39,21 @@ TORCHRUN = [
     "2",
     *RANK[1:],
 ]
-WAITING = (
+HANGING = (  # ranks that spawn() starts
     "in different lines",
     "rank 1 works",
     "rank 1 is stopped in a compilation",
     "rank 1 is stopped while the group is made",
     "rank 1 does not join the second group",
     "rank 1 imports the compiler",
+)
+HEALTHY = (  # ranks without a launcher, which start sooner
     "nobody waits",
     "in a group of their own",
     "rank 1 compiles",
     "rank 1 compiles kernels",
+    "rank 0 has left",
+    "rank 1 has left",
 )
 TIMED_OUT = "DataLoader timed out after 5 seconds"  # as torch writes it
 
@@ -235,7 +239,7 @@ def test_a_device_that_is_not_available_is_an_error_that_lists_those_that_are(al
 
 def test_a_new_replica_continues_bitwise_exactly_on_any_number_of_ranks():
     """From three ranks on, DistributedDataParallel alone rounds the first step of a replica differently."""
-    assert ddp_setup.spawn(ranks.train_in_two_parts_on_four_three_and_two_ranks, 4) == 0
+    run_on_ranks(ranks.train_in_two_parts_on_four_three_and_two_ranks, 4)
 
 
 def test_without_a_device_the_best_one_is_used(alone):
@@ -417,10 +421,9 @@ def runs(tmp_path_factory):
             4,
             longer=spawned("work_longer_than_the_timeout", writes=True),
             stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
-            **{kind: spawned("wait_for_one_another", kind) for kind in WAITING},
+            **{kind: spawned("wait_for_one_another", kind) for kind in HANGING},
+            **{kind: partial(without_launcher, "wait_for_one_another", kind) for kind in HEALTHY},
             alone=partial(without_launcher, "wait_for_one_another", "rank 0 is elsewhere"),
-            left_0=partial(without_launcher, "wait_for_one_another", "rank 0 has left"),
-            left_1=partial(without_launcher, "wait_for_one_another", "rank 1 has left"),
             lost_store=partial(without_launcher, "wait_for_one_another", "the store is lost"),
         ) as waiting,
     ):
@@ -532,17 +535,7 @@ def test_a_rank_that_works_while_another_waits_for_it_is_named_with_a_line_of_it
     ]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        "nobody waits",
-        "in a group of their own",
-        "rank 1 compiles",
-        "rank 1 compiles kernels",
-        "left_0",
-        "left_1",
-    ],
-)
+@pytest.mark.parametrize("run", HEALTHY)
 def test_work_without_collectives_may_take_longer_than_the_timeout(runs, run):
     ended = runs(run)
     assert ({*ended.codes}, ended.lines()) == ({0}, [])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -332,7 +333,7 @@ def ranks(tmp_path_factory):
         1
     )  # Several threads would wait for each other while other ranks use the cores.
     folder = tmp_path_factory.mktemp("ranks")
-    assert ddp_setup.spawn(jobs_of_four_three_and_two_ranks, 4, str(folder)) == 0
+    run_on_ranks(jobs_of_four_three_and_two_ranks, 4, str(folder))
     results = {
         size: [torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)]
         for size in (2, 3, 4)
