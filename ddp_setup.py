@@ -129,8 +129,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (for example, it was killed), one of the other ranks
       raises ConnectionError. Its message names the lost rank. It can also name ranks that are not
-      lost but still wait. With NCCL, the other ranks may not notice that a rank was lost; then they
-      end as described under `timeout`.
+      lost but still wait. With NCCL, a lost rank raises nothing: the other ranks end as described
+      under `timeout`, or torch's watchdog ends them with SIGABRT when NCCL notices the loss.
     - If all ranks failed in torch.distributed (for example, because they called different
       collectives), one of them raises torch's own exception.
     - All other ranks raise SystemExit, for which Python prints nothing. A rank of the cases above

@@ -84,6 +84,13 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    """Compute max(x, 0) ** 2 in the dtype of x, also under autocast."""
+    y = F.relu(x)
+    # On CUDA, autocast computes square() in float32. On a CPU, y * y is slower in bfloat16.
+    return y * y if y.is_cuda else y.square()
+
+
 ARCHS = {
     "gpt2": Arch(
         norm=nn.LayerNorm,
@@ -95,7 +102,7 @@ ARCHS = {
     ),
     "modern": Arch(
         norm=lambda width: rms_norm,
-        activation=lambda x: F.relu(x).square(),
+        activation=relu_squared,
         rotary=True,
         bias=False,
         tied_head=False,
@@ -353,11 +360,14 @@ def compile_(model: GPT) -> None:
 
     torch compiles the blocks for the first eight shapes that they get, and runs them uncompiled for
     all others. A resumed run can meet other shapes first, and its result could differ. Therefore
-    this function raises the limit to 64 shapes, for the whole process. Sampling has another shape
+    this function raises the limit to 64 shapes. It also switches off torch's optimize_ddp. Both
+    settings hold for the whole process. Sampling has another shape
     for each length, so sample from a model that is not compiled.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(64, config.recompile_limit)
+    # Under DistributedDataParallel, torch would cut the graph of a large block into pieces.
+    config.optimize_ddp = False
     for block in model.blocks:
         # With dynamic shapes, torch would compile a general graph when it sees a second shape. This
         # graph rounds differently and draws other dropout masks. So the result of a step would

@@ -229,7 +229,8 @@ def _cpu_group(timeout: float) -> Iterator[dist.ProcessGroup | None]:
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         yield None
         return
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    # twice the timeout, like the default group of ddp_setup: a rank that compiles may take longer
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
     try:
         yield group
     finally:

@@ -37,7 +37,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for part, peak in DATASHEET.items():
-        if part in name and dtype in (torch.bfloat16, torch.float16):
+        # A MIG device is a part of a GPU, with the name of the whole.
+        if part in name and "MIG" not in name and dtype in (torch.bfloat16, torch.float16):
             return peak, "datasheet"
     return matmul_flops(device, dtype), "measured"
 

@@ -74,7 +74,8 @@ def compare_ranks(
             continue
         seconds = arriving.tolist()  # those of the comparison before
         usual = statistics.median_low(seconds)
-        slow = [n + 1 if own > factor * usual else 0 for n, own in zip(slow, seconds)]
+        # On CUDA the times are 0 if the device has finished no call since the last comparison.
+        slow = [n + 1 if own > factor * usual > 0 else 0 for n, own in zip(slow, seconds)]
         for rank, n in enumerate(slow):
             if n == in_a_row and dist.get_rank() == 0:
                 report(

@@ -124,11 +124,7 @@ def synchronize() -> None:
 
 
 def random_tokens(vocab: int, n: int = (1 << 20) + 1) -> np.ndarray:
-    """Return n random token ids as uint16, the same in each call.
-
-    One more than a power of two: if B and T are powers of two, each epoch then ends with a whole
-    batch. A smaller one would be compiled anew, in the middle of a measurement.
-    """
+    """Return n random token ids as uint16, the same in each call."""
     return np.random.default_rng(0).integers(0, vocab, n).astype(np.uint16)
 
 
@@ -255,7 +251,10 @@ def make_model(
 
 def make_plan(shape: Shape) -> chardata.BatchPlan:
     """Return a plan of batches of random tokens."""
-    return chardata.BatchPlan([random_tokens(shape.vocab)], shape.T, shape.B)
+    # If B and T are powers of two, each epoch then ends with a whole batch. A smaller one would be
+    # compiled anew, in the middle of a measurement.
+    tokens = random_tokens(shape.vocab, (1 << 20) + shape.T + 1)
+    return chardata.BatchPlan([tokens], shape.T, shape.B)
 
 
 def toolkit_step(shape: Shape, dtype: torch.dtype, compiled: bool = False, **make: Any) -> Call:
@@ -288,7 +287,7 @@ def bare_step(shape: Shape, dtype: torch.dtype) -> Call:
 
 def matmul_rate(dtype: torch.dtype) -> float:
     """Return the FLOP/s of a square matrix product."""
-    n = 4096 if DEVICE.type == "cuda" else 1024
+    n = 8192 if DEVICE.type == "cuda" else 1024
     a = torch.randn(n, n, device=DEVICE).to(dtype)
     return 2 * n**3 / medians({"matmul": lambda: a @ a}, 2)["matmul"]
 
@@ -1004,7 +1003,11 @@ def gpu_quality(gpu: Gpu) -> Iterator[Row]:
             start = time.time()
             try:
                 subprocess.run(
-                    command, cwd=ROOT, check=True, capture_output=True, timeout=gpu.seconds_left()
+                    command,
+                    cwd=ROOT,
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                    timeout=gpu.seconds_left(),
                 )
             except subprocess.TimeoutExpired:
                 note(f"no time for a run of {steps} steps")

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -493,6 +495,42 @@ def test_more_than_eight_shapes_are_compiled(monkeypatch):
             model(random_tokens(1, length))
     torch._dynamo.reset()
     assert compiled.frame_count == 10
+
+
+def test_a_block_is_one_graph_under_ddp_too(monkeypatch):
+    """Unless it is told not to, torch cuts a graph where DDP has gradients of 1 MiB to send."""
+    compiled, compile_module = CompileCounter(), nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda module, **more: compile_module(module, backend=compiled, **more),
+    )
+    model = gpt.build(SMALL._replace(layers=1, embd=384), seed=0)
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch._dynamo.config.patch(optimize_ddp=True):
+            gpt.compile_(model)
+            nn.parallel.DistributedDataParallel(model)(random_tokens(1, 8))
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+    assert compiled.frame_count == 1
+
+
+@pytest.mark.parametrize("arch", gpt.ARCHS)
+def test_activations_stay_in_bfloat16_under_autocast_on_cuda(arch):
+    """Fake tensors have the dtypes that CUDA tensors would have. Autocast computes pow in float32 on CUDA."""
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            x = torch.empty(2, 3, device="cuda", dtype=torch.bfloat16)
+            assert gpt.ARCHS[arch].activation(x).dtype == torch.bfloat16
+            assert x.square().dtype == torch.float32  # the reason
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
 
 
 def test_the_logits_of_parts_are_computed_once():
