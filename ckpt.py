@@ -148,6 +148,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     weight decay, ...), and the gradients of their parameters are deleted. `state` is not changed
     and shares no memory with the model and the optimizers.
 
+    Not for SparseAdam and LBFGS, which torch cannot restore in this way, and not for optimizers
+    that keep moments in their groups (schedule-free, Prodigy): these would stay as they are now.
+
     ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
     and moments may be deleted.
     """
@@ -158,8 +161,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         # and set_optimizer_state_dict send the content later.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
-        if dist.get_rank() > 0:
-            state = outline[0]
+        # torch sends tensors with other strides, such as channels_last, in the wrong order.
+        contiguous = tree_map_only(Tensor, Tensor.contiguous, state)
+        state = outline[0] if dist.get_rank() > 0 else contiguous
     if not state:
         return
     dcp = _state_dict_functions()

@@ -41,8 +41,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 # _die_with_parent checks whether the parent process has ended. Importing torch takes a second, and
-# the parent can end during the import. So note the parent's id before.
-PARENT_PID = os.getppid()
+# the parent can end during the import. So note the parent's id before. The key is the id of this
+# process, because in a forked child the entry is not that of the child.
+PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -118,7 +119,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         program each rank is, or that it does not answer. When a rank runs torch.compile, the
         timeout starts again afterwards. But a collective that waits for twice the timeout fails in
         any case, for example if compiling takes long or the store hangs: gloo raises an error, and
-        NCCL ends the process. Use wait_together for work that may take longer than `timeout` while
+        NCCL ends the process. (Waiting in torch.distributed.new_group, recv or monitored_barrier
+        is not noticed; these have torch's own limits.) Use wait_together for work that may take longer than `timeout` while
         other ranks wait.
 
     If an exception leaves the block (not SystemExit or KeyboardInterrupt, for which see below),
@@ -161,7 +163,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     """
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _die_with_parent(PARENT_PID)  # If torchrun is killed, nobody else ends its workers.
+        # If torchrun is killed, nobody else ends its workers.
+        _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if env.size == 1:
         yield env._replace(device=_select_device(device, env))
         return
@@ -205,7 +208,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         # Wait 6 seconds at most: if it waits for a store that does not answer, it no longer reads
         # the group.
         futures.wait([watcher], 6)
-        dist.destroy_process_group()
+        if dist.is_initialized():  # The program may have destroyed it.
+            dist.destroy_process_group()
     except Exception as error:
         _choose_reporter(error, env, store)
         raise
@@ -407,7 +411,13 @@ def _watch_ranks(
         # False leaves out the list of collectives. The status of the groups is always included.
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
-        waiting = any(a != b for a, b in numbers) or not dist.is_initialized()
+        waiting = any(a != b for a, b in numbers)
+        if waiting and not cuda:
+            # The threads of gloo can write "last completed" in the wrong order, so that it stays
+            # too low. The list of collectives then says that all of them have ended ("retired").
+            entries = json.loads(dump(True, False)).get("entries", [])
+            waiting = not all(entry["retired"] for entry in entries)
+        waiting = waiting or not dist.is_initialized()
         count = 0
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)
@@ -459,8 +469,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     All ranks must call this function, with the same architecture; all get the weights of rank 0. A
     single process gets `model` itself, not wrapped. A wrapped model has the original model as its
     attribute `module`, and the names in its state dict start with "module.". Wrapping can delete
-    gradients that the model has. If BatchNorm layers must compute their statistics over the batches
-    of all ranks, convert them before: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
+    gradients that the model has, and calls gradient hooks of parameters once, with zeros. If
+    BatchNorm layers must compute their statistics over the batches of all ranks, convert them
+    before: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True for a
         model that does not use all parameters in each step. A single process ignores them.
@@ -481,7 +492,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         # buckets. With static_graph, this pass would be taken for the first step.)
         # prepare_for_backward replaces the forward pass; []: expect all gradients.
         replica.reducer.prepare_for_backward([])
-        torch.stack([0.0 * p.sum() for p in model.parameters() if p.requires_grad]).sum().backward()
+        zeros = [0.0 * p.sum().real for p in model.parameters() if p.requires_grad]
+        torch.stack(zeros).sum().backward()
         model.zero_grad()
     return replica
 

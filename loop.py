@@ -86,6 +86,8 @@ def train_(
 ) -> Iterator[tuple[int, Report]]:
     """Do one optimizer step for each item of `steps`; after each, yield (steps done, Report).
 
+    Gradients must be dense, and optimizers need a step() without arguments (so not LBFGS).
+
     All ranks must iterate over it together; like any generator, it does nothing before the first
     next(). The first yielded number is start + 1. train_ calls model.train() once, at the start.
     Gradients must be None at the start. After each step, the gradients of all parameters of the
@@ -94,7 +96,8 @@ def train_(
     start: number of steps that were done before, in an earlier run. No item of `steps` is skipped.
     steps: for each step, a list of at least one micro-batch of this rank, and the declared count:
         what loss_fn counts in the micro-batches of all ranks together. All ranks need the same
-        number of steps; their numbers of micro-batches may differ. A rank without data in a step
+        number of steps; their numbers of micro-batches may differ, unless the model communicates
+        in its forward pass, as SyncBatchNorm does. A rank without data in a step
         passes any micro-batch and declares 0. Its micro-batches then have the weight 0: they are
         computed, but have no influence on gradients, losses and counts, and the other ranks do not
         include them in the declared count. Their loss and its gradient must be finite, because
@@ -107,7 +110,7 @@ def train_(
         rates are not changed, so a scheduler from torch.optim.lr_scheduler can set them. To resume
         such a run, make the scheduler, load its state, and then set the "lr" of each group to its
         value in get_last_lr(): making a scheduler changes "lr", and loading its state does not
-        restore it.
+        restore it. (OneCycleLR and CyclicLR change "momentum" or "betas" in the same way.)
     clip: maximum for the L2 norm of the mean gradient over all parameters of all optimizers.
     dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
@@ -170,7 +173,8 @@ def train_(
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if lr_at is not None:
             for group in groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_at(step)
+                # A number of numpy could not be saved: torch.load(weights_only=True) refuses it.
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * float(lr_at(step))
         weight = world_size / total if total else 0.0
         # (loss sum, count, number of ranks that asked to stop)
         sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), no_sync)
@@ -330,8 +334,10 @@ def evaluate(
     raised.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        # DDP's forward pass may send buffers to the other ranks. That would hang if the ranks have
-        # different numbers of batches.
+        # DDP's forward pass may send buffers, such as BatchNorm statistics, from rank 0 to the
+        # other ranks. It would hang if the ranks have different numbers of batches. So send here.
+        for buffer in model.module.buffers() if model.broadcast_buffers else ():
+            dist.broadcast(buffer, 0)
         model = model.module
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]

@@ -202,7 +202,7 @@ PINNED = set(
 # These flags are not saved in a checkpoint: a resumed run uses what is given now, or the defaults.
 # All other flags are taken from the checkpoint, unless they are given.
 NOT_RESTORED = set(
-    "spawn strategy device compile timeout out log_every keep accum checkpoint "
+    "spawn strategy device compile timeout out log_every accum checkpoint "
     "checkpoint_activations".split()
 )
 

@@ -125,6 +125,19 @@ def run_in(expression: str, file: str, in_function: bool) -> None:
     exec(compile(code, f"/torch/{file}.py", "exec"), {"os": os, "signal": signal, "time": time})
 
 
+def report_ends_in_the_wrong_order() -> None:
+    """Let the flight recorder say what it says if the last of two collectives is written down first as ended."""
+    dump = torch._C._distributed_c10d._dump_fr_trace_json
+
+    def one_too_low(*arguments: bool) -> str:
+        trace = json.loads(dump(*arguments))
+        for group in trace["pg_status"].values():
+            group["last_completed_collective"] = str(int(group["last_completed_collective"]) - 1)
+        return json.dumps(trace)
+
+    torch._C._distributed_c10d._dump_fr_trace_json = one_too_low
+
+
 def wait_for_one_another(kind: str) -> None:
     """Do what `kind` says; at the end, both ranks meet in a barrier.
 
@@ -152,6 +165,8 @@ def wait_for_one_another(kind: str) -> None:
             dist.barrier()
         if world.rank == 1:
             time.sleep(60)
+    if kind == "nobody waits, but the ends of collectives were written in the wrong order":
+        report_ends_in_the_wrong_order()
     with ddp_setup.process_group("cpu", timeout=4) as world:
         dist.barrier()
         if world.rank == 1 and kind == "in different lines":
@@ -162,7 +177,7 @@ def wait_for_one_another(kind: str) -> None:
             while True:
                 sum(range(1000))
                 sum(range(1001))  # here rank 1 works
-        if kind == "nobody waits":  # Both are in one line for twice the timeout.
+        if kind.startswith("nobody waits"):  # Both are in one line for twice the timeout.
             time.sleep(8)
         if kind == "in a group of their own":  # WORLD has no collective for twice the timeout.
             group, end = dist.new_group([0, 1]), time.monotonic() + 8
@@ -281,6 +296,29 @@ def train_in_two_parts() -> None:
         start = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 9)).state_dict()
         whole, parts = train(start, range(4)), train(train(start, range(2)), range(2, 4))
         assert all(torch.equal(whole[name], parts[name]) for name in start)
+
+
+def replicate_complex_parameters() -> None:
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        model = nn.ParameterList([torch.ones(2, dtype=torch.complex64), torch.ones(3)])
+        ddp_setup.replicate(model, world)
+        assert all(parameter.grad is None for parameter in model)
+
+
+def destroy_the_group_inside_the_block() -> None:
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        assert ddp_setup.any_rank(True, world)
+        dist.destroy_process_group()
+
+
+def fork_after_the_import() -> None:
+    """A launcher can fork its workers after it has imported ddp_setup."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "a run"
+    pid = os.fork()
+    if not pid:
+        with ddp_setup.process_group("cpu") as world:
+            os._exit(7 * (world.size == 1))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 def compare_batch_norm_statistics() -> None:

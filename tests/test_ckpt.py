@@ -469,6 +469,33 @@ RESTORED_IN_A_GROUP = {
 }
 
 
+def restore_channels_last(path):
+    """Both ranks restore the state of rank 0, and write what they have then."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    state = ckpt.snapshot(model, [optimizer])
+    if rank == 0:
+        ckpt.save(path, state, 1)
+    ckpt.restore_(state, model, [optimizer])
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    torch.save([model.state_dict(), optimizer.state_dict()["state"]], f"{path}/{rank}")
+    dist.destroy_process_group()
+    time.sleep(0.1)  # as above
+
+
+def test_all_ranks_get_the_values_of_tensors_in_channels_last(tmp_path):
+    run_on_ranks(restore_channels_last, 2, str(tmp_path))
+    first, second = (torch.load(tmp_path / f"{rank}") for rank in (0, 1))
+    saved = ckpt.newest(str(tmp_path))[0].state
+    assert same(dict(first[0]), dict(saved["model"]))
+    assert same([dict(first[0]), first[1]], [dict(second[0]), second[1]])
+
+
 def test_all_ranks_get_the_state_of_rank_0_or_the_same_error(tmp_path):
     run_on_ranks(restore_in_a_group, 2, str(tmp_path))
     for change, expected in RESTORED_IN_A_GROUP.items():

@@ -49,6 +49,7 @@ HANGING = (  # ranks that spawn() starts
 )
 HEALTHY = (  # ranks without a launcher, which start sooner
     "nobody waits",
+    "nobody waits, but the ends of collectives were written in the wrong order",
     "in a group of their own",
     "rank 1 compiles",
     "rank 1 compiles kernels",
@@ -240,6 +241,18 @@ def test_a_device_that_is_not_available_is_an_error_that_lists_those_that_are(al
 def test_a_new_replica_continues_bitwise_exactly_on_any_number_of_ranks():
     """From three ranks on, DistributedDataParallel alone rounds the first step of a replica differently."""
     run_on_ranks(ranks.train_in_two_parts_on_four_three_and_two_ranks, 4)
+
+
+def test_a_program_may_destroy_the_group_itself():
+    run_on_ranks(ranks.destroy_the_group_inside_the_block, 2)
+
+
+def test_a_rank_that_was_forked_after_the_import_is_not_taken_for_an_orphan():
+    run_on_ranks(ranks.fork_after_the_import, 1)
+
+
+def test_a_replica_may_have_complex_parameters():
+    run_on_ranks(ranks.replicate_complex_parameters, 2)
 
 
 def test_without_a_device_the_best_one_is_used(alone):

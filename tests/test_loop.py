@@ -187,8 +187,13 @@ def stopping(world):
 
 
 def evaluation(world):
-    """Evaluate six batches, of which rank 0 has none, unless it is the only rank."""
+    """Evaluate six batches, of which rank 0 has none, unless it is the only rank.
+
+    After a training step each rank has BatchNorm statistics of its own. Those of rank 0 count, as in a checkpoint.
+    """
     model = ddp_setup.replicate(normed(), world)
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+    norm.running_mean.fill_(0.1 * world.rank)
     batches = [(X[: 3 * i].float(), Y[: 3 * i].float()) for i in range(1, 7)]
     others = max(1, world.size - 1)
     shares = [batches[i::others] for i in range(others)]
@@ -534,6 +539,16 @@ def test_lr_at_scales_the_initial_rate_of_each_group_also_after_a_resume():
         ):
             rates.append((report.lr, *(group["lr"] for group in optimizer.param_groups)))
     assert rates == [(2.0, 2.0, 0.5), (1.0, 1.0, 0.25), (0.2, 0.2, 0.05), (0.0, 0.0, 0.0)]
+
+
+def test_lr_at_may_return_a_number_of_numpy():
+    """torch.load(weights_only=True) would refuse a checkpoint with it."""
+    model = mlp()
+    optimizer = sgd(model, 2.0)
+    for _ in loop.train_(
+        model, [optimizer], [([(X[:1], Y[:1])], 1)], squares, lr_at=lambda step: np.cos(step)
+    ):
+        assert type(optimizer.param_groups[0]["lr"]) is float
 
 
 def test_without_lr_at_a_torch_scheduler_sets_the_learning_rate():

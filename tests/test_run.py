@@ -217,6 +217,13 @@ def test_a_finished_run_says_how_to_continue_and_writes_nothing(done, undisturbe
     assert [*contents(out).values()] == [*contents(undisturbed(1)).values()]
 
 
+def test_a_resumed_run_keeps_as_many_checkpoints_as_before(text, tmp_path):
+    command = [*TINY, "--data", text, "--out", tmp_path, "--save-every", 1]
+    assert run(*command, "--steps", 5, "--keep", 5).code == 0
+    assert run("--out", tmp_path, "--steps", 6).code == 0
+    assert [entry.step for entry in ckpt.list_checkpoints(str(tmp_path))] == [2, 3, 4, 5, 6]
+
+
 def test_a_checkpoint_does_not_say_where_a_resumed_run_writes():
     saved = {"name": "a checkpoint", "config": {"out": "elsewhere", "lr": 0.5}}
     flags = program_module.merge_saved_flags(program_module.Flags(), set(), saved)
