@@ -119,9 +119,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         program each rank is, or that it does not answer. When a rank runs torch.compile, the
         timeout starts again afterwards. But a collective that waits for twice the timeout fails in
         any case, for example if compiling takes long or the store hangs: gloo raises an error, and
-        NCCL ends the process. (Waiting in torch.distributed.new_group, recv or monitored_barrier
-        is not noticed; these have torch's own limits.) Use wait_together for work that may take longer than `timeout` while
-        other ranks wait.
+        NCCL ends the process. (Waiting in torch.distributed.new_group, recv or monitored_barrier is
+        not noticed; these have torch's own limits.) Use wait_together for work that may take longer
+        than `timeout` while other ranks wait.
 
     If an exception leaves the block (not SystemExit or KeyboardInterrupt, for which see below),
     this function does not destroy the group, because that could wait for a rank that is dead. If

@@ -793,7 +793,7 @@ def sample(
         # Without a seed, torch would draw the same in each process; torch.seed() makes a new one.
         torch.manual_seed(torch.seed() if seed is None else seed)
     # Outside of usage_errors, because output that cannot be written is not a mistake in the flags.
-    generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
+    generated = gpt.sample(model, torch.tensor([ids]).expand(num_samples, -1), **settings)
     # The first text is printed while all are generated; tee keeps the tokens of the others.
     for row, batches in enumerate(tee(islice(generated, max_new_tokens), num_samples)):
         if row:

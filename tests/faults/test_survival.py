@@ -524,7 +524,7 @@ def as_argument(text: str) -> str:
 def is_quick(name: str, text: str) -> bool:
     """Return whether a run with this value of a flag is short: the value is low, or an error."""
     try:
-        return name not in QUICK or not QUICK[name] < float(text) < 10**9
+        return name not in QUICK or not QUICK[name] < float(text) < 2**63
     except ValueError:
         return True
 
