@@ -792,10 +792,11 @@ def sample(
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
         # Without a seed, torch would draw the same in each process; torch.seed() makes a new one.
         torch.manual_seed(torch.seed() if seed is None else seed)
+        generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
+        generated = islice(generated, max_new_tokens)  # ValueError if the number is too large
     # Outside of usage_errors, because output that cannot be written is not a mistake in the flags.
-    generated = gpt.sample(model, torch.tensor([ids]).expand(num_samples, -1), **settings)
     # The first text is printed while all are generated; tee keeps the tokens of the others.
-    for row, batches in enumerate(tee(islice(generated, max_new_tokens), num_samples)):
+    for row, batches in enumerate(tee(generated, num_samples)):
         if row:
             click.echo("-" * 20)
         tokens = chain(ids, (int(batch[row]) for batch in batches))

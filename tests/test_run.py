@@ -888,6 +888,9 @@ CASES = {
     ),
     "all checkpoints damaged": Case([], ["step-00000002-", "damaged"], out=all_damaged),
     "sample without a checkpoint": Case([], ["/out", "no checkpoint"], command="sample"),
+    "too many tokens": Case(
+        ["--max-new-tokens", 10**20], ["sys.maxsize"], command="sample", out=trained
+    ),
     "unknown character": Case(["--prompt", "the Ü"], ["'Ü'", "18"], command="sample", out=trained),
 }
 ONE = [*CASES]

@@ -513,7 +513,8 @@ SPECIAL = {
     "device": ["", "cpu", "cuda", "cuda:9", "mps", "CPU", "tpu", "meta"],
     "out": ["", "/dev/null", "/dev/null/x", "/proc/x", "/proc/self/fd/1"],
 }
-QUICK = {"steps": 3, "layers": 3, "embd": 64, "spawn": 0, "max_new_tokens": 9}  # the highest values
+QUICK = {"steps": 3, "layers": 3, "embd": 64, "spawn": 0}  # the highest values
+QUICK |= {"max_new_tokens": 9, "num_samples": 9}
 
 
 def as_argument(text: str) -> str:
