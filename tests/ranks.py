@@ -125,29 +125,19 @@ def run_in(expression: str, file: str, in_function: bool) -> None:
     exec(compile(code, f"/torch/{file}.py", "exec"), {"os": os, "signal": signal, "time": time})
 
 
-def report_ends_in_the_wrong_order() -> None:
-    """Let the flight recorder say what it says if the last of two collectives is written down first as ended."""
-    dump = torch._C._distributed_c10d._dump_fr_trace_json
-
-    def one_too_low(*arguments: bool) -> str:
-        trace = json.loads(dump(*arguments))
-        for group in trace["pg_status"].values():
-            group["last_completed_collective"] = str(int(group["last_completed_collective"]) - 1)
-        return json.dumps(trace)
-
-    torch._C._distributed_c10d._dump_fr_trace_json = one_too_low
-
-
 def wait_for_one_another(kind: str) -> None:
     """Do what `kind` says; at the end, both ranks meet in a barrier.
 
     Unless torch.compile is imitated (by code in a file of its name), gloo's timeout is an hour, so
     that only the thread of process_group can end a rank.
     """
-    if kind == "the store is lost":
-        # gloo would notice this at once. Imitate NCCL, which waits in a collective.
+    wrong_order = "nobody waits, but the ends of collectives were written in the wrong order"
+    if kind in ("the store is lost", wrong_order):
+        # gloo would notice a lost store at once. Imitate NCCL, which waits in a collective. In a
+        # wrong order, gloo gives the same numbers, but all collectives have ended ("retired").
         pending = {"last_enqueued_collective": 2, "last_completed_collective": 1}
-        status = json.dumps({"pg_status": {"0": pending}})
+        entries = [{"retired": True}, {"retired": kind == wrong_order}]
+        status = json.dumps({"pg_status": {"0": pending}, "entries": entries})
         torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
     init = dist.init_process_group
     hour = {} if "compiles" in kind else {"timeout": timedelta(hours=1)}
@@ -165,8 +155,6 @@ def wait_for_one_another(kind: str) -> None:
             dist.barrier()
         if world.rank == 1:
             time.sleep(60)
-    if kind == "nobody waits, but the ends of collectives were written in the wrong order":
-        report_ends_in_the_wrong_order()
     with ddp_setup.process_group("cpu", timeout=4) as world:
         dist.barrier()
         if world.rank == 1 and kind == "in different lines":
