@@ -161,9 +161,10 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         # and set_optimizer_state_dict send the content later.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
-        # torch sends tensors with other strides, such as channels_last, in the wrong order.
-        contiguous = tree_map_only(Tensor, Tensor.contiguous, state)
-        state = outline[0] if dist.get_rank() > 0 else contiguous
+        if dist.get_rank() > 0:
+            state = outline[0]
+        else:  # torch would send tensors with other strides, such as channels_last, in wrong order
+            state = tree_map_only(Tensor, Tensor.contiguous, state)
     if not state:
         return
     dcp = _state_dict_functions()
@@ -360,6 +361,7 @@ def newest(
     used, and the one with the next lower step is tried. Before the next save() with `keep`, call
     set_aside() for each checkpoint that cannot be used: otherwise prune() keeps it in place of a
     good one.
+
     Other exceptions are passed on, for example NotImplementedError if a sharded checkpoint is newer
     than all good ones. (None, []) means that there are no checkpoints. ValueError if there are some
     but load() accepts none.

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, TypeVar
 
 # _die_with_parent checks whether the parent process has ended. Importing torch takes a second, and
 # the parent can end during the import. So note the parent's id before. The key is the id of this
-# process, because in a forked child the entry is not that of the child.
+# process, so that a forked child does not take the entry for its own.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402

@@ -361,8 +361,8 @@ def compile_(model: GPT) -> None:
     torch compiles the blocks for the first eight shapes that they get, and runs them uncompiled for
     all others. A resumed run can meet other shapes first, and its result could differ. Therefore
     this function raises the limit to 64 shapes. It also switches off torch's optimize_ddp. Both
-    settings hold for the whole process. Sampling has another shape
-    for each length, so sample from a model that is not compiled.
+    settings hold for the whole process. Sampling has another shape for each length, so sample from
+    a model that is not compiled.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(64, config.recompile_limit)

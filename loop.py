@@ -329,9 +329,11 @@ def evaluate(
         is also called in rounds without a batch on this rank. If it returns true on any rank, all
         ranks return None. On CUDA they notice one round later.
     For other metrics, loss_fn can add its numbers to a tensor of the caller. After evaluate, sum
-    this tensor over the ranks with dist.all_reduce. The model is in evaluation mode during the
-    call. Afterwards each submodule is in the mode that it had before, also if an exception is
-    raised.
+    this tensor over the ranks with dist.all_reduce.
+
+    The model is in evaluation mode during the call. Afterwards each submodule is in the mode that
+    it had before, also if an exception is raised. With DistributedDataParallel, all ranks first get
+    the buffers of rank 0, such as BatchNorm statistics, unless broadcast_buffers is False.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # DDP's forward pass may send buffers, such as BatchNorm statistics, from rank 0 to the

@@ -479,34 +479,31 @@ def test_the_loss_of_parts_is_finite_if_a_gradient_is_not():
     assert not weight.grad.isfinite().all()  # 60 * 1500 is more than float16 can be
 
 
-def test_more_than_eight_shapes_are_compiled(monkeypatch):
-    """torch runs a function uncompiled from its ninth shape on, unless its limit is higher."""
-    compiled, compile_module = CompileCounter(), nn.Module.compile
+@pytest.fixture
+def compiled(monkeypatch):
+    """Let Module.compile only count the graphs that it makes; return the counter."""
+    counter, compile_module = CompileCounter(), nn.Module.compile
     monkeypatch.setattr(
-        nn.Module,
-        "compile",
-        lambda module, **more: compile_module(module, backend=compiled, **more),
+        nn.Module, "compile", lambda module, **more: compile_module(module, backend=counter, **more)
     )
-    model = gpt.build(SMALL._replace(layers=1), seed=0)
     torch._dynamo.reset()
+    yield counter
+    torch._dynamo.reset()
+
+
+def test_more_than_eight_shapes_are_compiled(compiled):
+    """torch runs a function uncompiled from its ninth shape on, unless its limit is higher."""
+    model = gpt.build(SMALL._replace(layers=1), seed=0)
     with torch._dynamo.config.patch(recompile_limit=8):
         gpt.compile_(model)
         for length in range(2, 12):
             model(random_tokens(1, length))
-    torch._dynamo.reset()
     assert compiled.frame_count == 10
 
 
-def test_a_block_is_one_graph_under_ddp_too(monkeypatch):
+def test_a_block_is_one_graph_under_ddp_too(compiled):
     """Unless it is told not to, torch cuts a graph where DDP has gradients of 1 MiB to send."""
-    compiled, compile_module = CompileCounter(), nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module,
-        "compile",
-        lambda module, **more: compile_module(module, backend=compiled, **more),
-    )
     model = gpt.build(SMALL._replace(layers=1, embd=384), seed=0)
-    torch._dynamo.reset()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with torch._dynamo.config.patch(optimize_ddp=True):
@@ -514,7 +511,6 @@ def test_a_block_is_one_graph_under_ddp_too(monkeypatch):
             nn.parallel.DistributedDataParallel(model)(random_tokens(1, 8))
     finally:
         dist.destroy_process_group()
-        torch._dynamo.reset()
     assert compiled.frame_count == 1
 
 

@@ -98,7 +98,7 @@ def test_two_ranks_give_the_losses_and_weights_of_one(outcome, name):
         # Not element by element: AdamW divides a gradient by its size, so an element whose gradient
         # is little more than rounding errors differs by more (2e-5 on one of two processors).
         distance = (weights[name] - weight).double().norm()
-        assert distance <= 1e-4 * weight.double().norm(), name
+        assert distance <= 5e-5 * weight.double().norm(), name
 
 
 def test_transformers_reads_the_model_and_computes_the_printed_loss(outcome):

@@ -513,8 +513,7 @@ SPECIAL = {
     "device": ["", "cpu", "cuda", "cuda:9", "mps", "CPU", "tpu", "meta"],
     "out": ["", "/dev/null", "/dev/null/x", "/proc/x", "/proc/self/fd/1"],
 }
-QUICK = {"steps": 3, "layers": 3, "embd": 64, "spawn": 0}  # the highest values
-QUICK |= {"max_new_tokens": 9, "num_samples": 9}
+QUICK = {"steps": 3, "layers": 3, "embd": 64, "spawn": 0, "max_new_tokens": 9, "num_samples": 9}
 
 
 def as_argument(text: str) -> str:
@@ -525,7 +524,8 @@ def as_argument(text: str) -> str:
 def is_quick(name: str, text: str) -> bool:
     """Return whether a run with this value of a flag is short: the value is low, or an error."""
     try:
-        return name not in QUICK or not QUICK[name] < float(text) < 2**63
+        highest = 2**63 if name in ("max_new_tokens", "num_samples") else 10**9
+        return name not in QUICK or not QUICK[name] < float(text) < highest
     except ValueError:
         return True
 
