@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -209,6 +210,99 @@ def test_a_torchrun_agent_that_is_killed_leaves_no_worker(trials, short, tmp_pat
             wait_for(lambda: not program.family(), "the workers to end", PROMPT)
 
     trials("torchrun's agent killed: no worker 5 s later", trial, few=1, many=len(delays))
+
+
+# --------------------------------------------------------- programs without a fault end without one
+
+COPIED = """
+import sys
+import torch
+from ddp_setup import any_rank, from_rank_zero, process_group, replicate, spawn, wait_together
+
+def main():
+    with process_group("cpu") as world:
+        model = replicate(torch.nn.Linear(8, 8), world)
+        for _ in range(3):
+            model(torch.ones(4, 8)).sum().backward()
+            assert not any_rank(False, world)
+        assert from_rank_zero(lambda: "a", world) == "a"
+        wait_together(lambda: print("finished", world.rank, flush=True), world)
+
+if __name__ == "__main__":
+    sys.exit(spawn(main, 2) if "--spawn" in sys.argv else main())
+"""
+EXTRA = """
+import time
+import ckpt, sharded, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(2, 3)
+files = sharded.storage(ckpt, torch.load, write_sharded=True)
+files.save(".", files.snapshot(model, [], step=4), 4, None, 1)
+files.restore_(files.newest(".")[0].state, model, [])
+dist.destroy_process_group()
+time.sleep(0.1)
+print("finished", 0)
+"""
+
+
+@pytest.mark.torture
+def test_no_kind_of_program_ends_with_an_error_at_its_exit(trials, short, tmp_path):
+    """A thread of torch or gloo that lives too long would abort the process: "terminate called"."""
+    fresh = [sys.executable, "run.py"]  # and not a fork of a process that has imported torch
+    copied, extra = tmp_path / "copied", tmp_path / "extra"
+    for folder, script, files in (
+        (copied, COPIED, ["ddp_setup.py"]),
+        (extra, EXTRA, ["ckpt.py", "extras/sharded.py"]),
+    ):
+        folder.mkdir()
+        (folder / "run.py").write_text(script)
+        for file in files:
+            shutil.copy(ROOT / file, folder)
+    both = ["Done: 12 steps"], ["finished 0", "finished 1"]
+    divided = ["--spawn", 2, "--strategy", "fsdp", "--checkpoint", "sharded"]
+    kinds: list[tuple[list[str], list[object], Path, list[str]]] = [
+        (fresh, [*short, *divided], ROOT, both[0]),
+        (torchrun(2), [], copied, both[1]),
+        (fresh, [], extra, both[1][:1]),
+        (fresh, short, ROOT, both[0]),
+        (fresh, [*short, "--spawn", 2], ROOT, both[0]),
+        (torchrun(2), short, ROOT, both[0]),
+        ([], short, ROOT, both[0]),  # started by hand
+        (fresh, ["--spawn"], copied, both[1]),
+    ]
+
+    def trial(number: int) -> None:
+        launcher, flags, root, expected = kinds[number % len(kinds)]
+        if root == ROOT:
+            flags = [*flags, "--out", tmp_path / f"{number}"]
+        # Without OMP_NUM_THREADS, torchrun prints that it sets it.
+        environments: list[dict[str, str | None]] = [{"OMP_NUM_THREADS": "1"}]
+        if not launcher:
+            launcher, port = fresh, free_port()
+            environments = [launch_variables(rank, port) for rank in range(2)]
+        with ExitStack() as stack:
+            programs = [
+                stack.enter_context(Program(*flags, launcher=launcher, env=env, root=root))
+                for env in environments
+            ]
+            ended = [program.finish() for program in programs]
+        out = "".join(ran.out for ran in ended)
+        assert all(ran.code == 0 and error_lines(ran) == [] for ran in ended), (number, ended)
+        assert all(out.count(text) == 1 for text in expected), (number, ended)
+
+    trials("200 exits of each of 8 kinds of programs", trial, few=3, many=1600)
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def launch_variables(rank: int, port: int) -> dict[str, str | None]:
+    """Return the variables of one of two ranks that a person starts without a launcher."""
+    values = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port)
+    return {"MASTER_ADDR": "127.0.0.1", **{name: f"{value}" for name, value in values.items()}}
 
 
 # --------------------------------------------------------- a collective that some ranks do not reach
