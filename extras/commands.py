@@ -34,7 +34,7 @@ def add_commands(
     """
 
     @cli.command("info")
-    @click.argument("out", default="out")
+    @click.argument("out", envvar="DDPKIT_OUT", default="out")
     def info(out: str) -> None:
         """Describe the newest checkpoint in OUT, and print which checkpoints there verify.
 
@@ -91,7 +91,7 @@ def add_commands(
                 extra("board").write_events(open_storage(out).read_text(out, "metrics.jsonl"), out)
 
     @cli.command("export")
-    @click.argument("out", default="out")
+    @click.argument("out", envvar="DDPKIT_OUT", default="out")
     @click.option(
         "--format",
         type=FORMATS,

@@ -137,5 +137,11 @@ def test_info_needs_nothing_but_the_checkpoint(done, tmp_path):
     ), ran
 
 
+def test_info_and_export_take_the_folder_of_the_training_from_the_environment(tmp_path):
+    for command in (["info"], ["export", "--format", "hf", "-o", tmp_path / "hf"]):
+        ran = run(*command, env={"DDPKIT_OUT": f"{tmp_path}/mine"})
+        mistaken(ran, f"{tmp_path}/mine: there is no checkpoint")
+
+
 def test_info_of_an_empty_folder_is_an_error_of_one_line(tmp_path):
     mistaken(run("info", tmp_path), tmp_path, "no checkpoint")
