@@ -44,6 +44,7 @@ import hashlib
 import math
 import os
 import re
+import shutil
 import socket
 import sys
 import time
@@ -362,9 +363,9 @@ def newest(
     set_aside() for each checkpoint that cannot be used: otherwise prune() keeps it in place of a
     good one.
 
-    Other exceptions are passed on, for example NotImplementedError if a sharded checkpoint is newer
-    than all good ones. (None, []) means that there are no checkpoints. ValueError if there are some
-    but load() accepts none.
+    Other exceptions are passed on: PermissionError, because the file may be good, and for example
+    NotImplementedError if a sharded checkpoint is newer than all good ones. (None, []) means that
+    there are no checkpoints. ValueError if there are some but load() accepts none.
 
     load, list_checkpoints: by default the functions of this file. extras/remote.py and
         extras/sharded.py pass their own.
@@ -373,6 +374,8 @@ def newest(
     for entry in reversed(list_checkpoints(folder)):
         try:
             return Found(entry, load(folder, entry)), rejected
+        except PermissionError:
+            raise
         except (OSError, ValueError) as error:
             if entry not in list_checkpoints(folder):  # another process has deleted it meanwhile
                 return newest(folder, load, list_checkpoints)
@@ -427,11 +430,11 @@ def set_aside(folder: str, name: str) -> None:
 
 
 def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
-    """Take the lock of an existing folder and delete all temporary files in it.
+    """Take the lock of an existing folder and delete all temporary files and folders in it.
 
-    Killed processes leave such files. save() does not take the lock. So call make_folder() and
-    lock() before the first save(): otherwise lock() in another process deletes the file that save()
-    is writing.
+    Killed processes leave them (folders: extras/sharded.py). save() does not take the lock. So call
+    make_folder() and lock() before the first save(): otherwise lock() in another process deletes
+    the file that save() is writing.
 
     Keep the result: the lock is released when the result is closed or garbage collected, and when
     the process ends in any way. But a forked child, such as a worker of a DataLoader, keeps the
@@ -463,7 +466,9 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T')}")
     file.flush()
     for path in Path(folder).glob(f"{TEMPORARY}*"):
-        if path.is_file():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
     return file
 

@@ -328,7 +328,8 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
     shape: that of the whole parameter, also if a rank keeps only a part of it.
     """
     # The weight of a norm is 1 and a bias is 0. Matrices are overwritten below.
-    weight = torch.full(shape, float(name.endswith("weight")))
+    # dtype and device are those of the docstring, also if the program has set other defaults.
+    weight = torch.full(shape, name.endswith("weight"), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         std = 0.02
         if name.endswith(("out.weight", "down.weight")):
@@ -425,7 +426,8 @@ def sample(
     cached. But when the context has more than block_size tokens, only its last ceil(block_size / 2)
     tokens are kept, and these are processed again from position 0. The first next() puts the model
     into evaluation mode. It stays in this mode, which you must not change, until the iterator that
-    this function returned is closed or deleted; this restores the old mode.
+    this function returned is closed or deleted; this restores the old mode of each submodule. So do
+    not use a second iterator of the same model at the same time.
     """
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")
@@ -439,7 +441,7 @@ def sample(
         config.block_size,
         config.embd // config.heads,
     )
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         while True:
@@ -451,7 +453,8 @@ def sample(
             if end == config.block_size:
                 context, start = context[:, end // -2 :], 0  # the last ceil(block_size / 2) tokens
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
 
 
 def sample_token(

@@ -114,9 +114,9 @@ def train_(
     clip: maximum for the L2 norm of the mean gradient over all parameters of all optimizers.
     dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
-    seed: before each step, torch's random generators are seeded with a hash of (seed, step, rank).
-        So a resumed run draws the same numbers, for example for dropout, as a run that was not
-        interrupted.
+    seed: for each step, torch's random generators are seeded with a hash of (seed, step, rank). So
+        a resumed run draws the same numbers, for example for dropout, as a run that was not
+        interrupted. Between two steps the generators are as train_ found them (but not on MPS).
     stop: is called once per step on each rank. If it returns true on any rank, report.stop is true
         on all.
     patience: if the loss or the gradient norm is not finite, a step changes no weight and no
@@ -169,17 +169,19 @@ def train_(
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
-        _seed(device, seed, step, rank)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if lr_at is not None:
             for group in groups:
                 # A number of numpy could not be saved: torch.load(weights_only=True) refuses it.
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * float(lr_at(step))
         weight = world_size / total if total else 0.0
-        # (loss sum, count, number of ranks that asked to stop)
-        sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), no_sync)
-        loss = sums[0] / sums[1]
-        norm, finite = _update_(optimizers, scaler, clip, loss)
+        # Restore the generators afterwards: a caller may shuffle data with them between two steps.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            _seed(device, seed, step, rank)
+            # (loss sum, count, number of ranks that asked to stop)
+            sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), no_sync)
+            loss = sums[0] / sums[1]
+            norm, finite = _update_(optimizers, scaler, clip, loss)
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
         read = to_host(torch.stack([*sums[1:], in_a_row]))
@@ -199,9 +201,9 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
             f"step {step}: the declared count is {declared:g}, but loss_fn counted {counted:g}"
         )
     if bad >= patience:
+        advice = "try a lower learning rate" if counted else "loss_fn counted nothing there"
         raise Diverged(
-            f"loss or gradient not finite {patience} times in a row, up to step {step}; "
-            "try a lower learning rate"
+            f"loss or gradient not finite {patience} times in a row, up to step {step}; {advice}"
         )
     return stopping > 0
 
@@ -338,8 +340,8 @@ def evaluate(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # DDP's forward pass may send buffers, such as BatchNorm statistics, from rank 0 to the
         # other ranks. It would hang if the ranks have different numbers of batches. So send here.
-        for buffer in model.module.buffers() if model.broadcast_buffers else ():
-            dist.broadcast(buffer, 0)
+        if model.broadcast_buffers and model.modules_buffers:
+            model._sync_buffers()
         model = model.module
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
@@ -386,8 +388,8 @@ def group_batches(
 
     The steps end when no rank has a batch left. A rank that runs out of batches earlier repeats, in
     each remaining step, the first micro-batch of its last own step, and declares 0 (see train_).
-    ValueError on a rank that never had a batch, if another rank has one. A step in which all ranks
-    together count 0 is left out.
+    ValueError on a rank that never had a batch, if another rank has one, and if accum is below 1. A
+    step in which all ranks together count 0 is left out.
 
     Batches are read one step ahead, so the position of a loader is not the number of finished
     steps. On CUDA the all-reduce for step s + 1 is queued before the forward and backward passes of
@@ -405,6 +407,8 @@ def group_batches(
             _sum_over_ranks_(sums)()
             yield micro_batches, to_host(sums)
 
+    if accum < 1:
+        raise ValueError(f"accum is {accum}; must be at least 1")
     spare: list[Any] = []
     # own_steps never ends. pairwise reads the batches of step s + 1 before it yields step s.
     for (micro_batches, read), _ in pairwise(own_steps()):

@@ -223,6 +223,12 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # For errors of the body: exit code 2. process_group ends the other ranks.
     ):
         rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
+        # Ranks with different flags, for example from the environment, would train on wrong data.
+        # Only paths may differ, because each machine can have its own.
+        ours = {name: getattr(flags, name) for name in given - {"data", "out", "init_from"}}
+        theirs = ddp_setup.from_rank_zero(lambda: ours, world)
+        for name, _ in sorted(ours.items() ^ theirs.items()):
+            raise ValueError(f"--{name.replace('_', '-')} is not the same on all ranks")
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
@@ -243,7 +249,7 @@ def train(flags: Flags, given: set[str]) -> int:
             # The second forward pass would draw other numbers: PyTorch issue 127676.
             raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
 
-        corpus, plan, val_plan = load_data(flags, saved, world)
+        corpus, plan, val_plan = load_data(flags, given, saved, world)
         # This raises ValueError if the data is too short.
         with usage_errors(f"--data {flags.data or '(default text)'}: "):
             steps_per_epoch = chardata.steps_per_epoch(plan)
@@ -252,8 +258,9 @@ def train(flags: Flags, given: set[str]) -> int:
         if start_step >= total:
             if rank0:
                 say(
-                    f"The run in {flags.out} is finished: {start_step} steps. To continue, give a "
-                    "higher --epochs or --steps; for a new run, name another --out."
+                    f"The run in {flags.out} is finished: {start_step} steps. It has --epochs "
+                    f"{flags.epochs} and --steps {flags.steps}. To continue, give a higher "
+                    "--epochs or --steps; for a new run, name another --out."
                 )
             return DONE
 
@@ -454,13 +461,17 @@ def open_storage(out: str, write_sharded: bool = False) -> Any:
     return ckpt
 
 
-def find_checkpoint(out: str, storage: ModuleType) -> State:
+def find_checkpoint(
+    out: str, storage: ModuleType, load: Callable[..., State] | None = None
+) -> State:
     """Return the newest checkpoint that verifies; {} if there is no checkpoint.
 
     "rejected" in it is a list with a line for each newer, damaged checkpoint. storage.newest raises
     ValueError if there are checkpoints but none verifies.
+
+    load: in place of storage.load.
     """
-    found, rejected = storage.newest(out)
+    found, rejected = storage.newest(out, load=load or storage.load)
     if not found:
         return {}
     state = {**found.state, "name": f"{out}/{found.entry.name}", "rejected": rejected}
@@ -480,8 +491,9 @@ def find_start(flags: Flags, storage: ModuleType) -> State:
     """Return the state that the run starts from; {} for a new model."""
     state = find_checkpoint(flags.out, storage)
     if not state and flags.init_from:
-        start_state, read = extra("exchange").start_state, extra("reader").read
-        state = start_state(flags.init_from, flags.out, newest_checkpoint, read)
+        source, start_state = open_storage(flags.init_from), extra("exchange").start_state
+        read = extra("reader").read  # for files of other people
+        state = start_state(flags.init_from, flags.out, source, newest_checkpoint, read)
     return state
 
 
@@ -506,23 +518,26 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
     return replace(flags, **{name: config[name] for name in names})
 
 
-def read_corpus(flags: Flags, chars: str) -> chardata.Corpus:
+def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     """Read the data that the flags name, as tokens.
 
     chars: the characters or the tokenizer.json of the checkpoint; "" if there is none.
     """
+    tokenizer = flags.tokenizer
     files: list[str] = []  # the default text
     if flags.data is not None:
         remote = "://" in flags.data
         files = (extra("remote").download if remote else chardata.list_files)(flags.data)
     read = chardata.read
-    if flags.tokenizer not in ("char", "byte"):
+    if tokenizer not in ("char", "byte"):
         read = partial(extra("tokenizer").read_corpus, chardata)
-    return read(files, flags.tokenizer, chars, flags.vocab)
+        if chars and "tokenizer" not in given:
+            tokenizer = ""  # Use that of the checkpoint, and do not look for the file.
+    return read(files, tokenizer, chars, flags.vocab)
 
 
 def load_data(
-    flags: Flags, saved: State, world: ddp_setup.World
+    flags: Flags, given: set[str], saved: State, world: ddp_setup.World
 ) -> tuple[chardata.Corpus, chardata.BatchPlan, chardata.BatchPlan]:
     """Return the data, and the plans for training and validation.
 
@@ -530,7 +545,7 @@ def load_data(
     checkpoint.
     """
     chars = saved["vocabulary"]["chars"] if saved else ""
-    corpus = ddp_setup.wait_together(lambda: read_corpus(flags, chars), world)
+    corpus = ddp_setup.wait_together(lambda: read_corpus(flags, given, chars), world)
     digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)  # that of rank 0, on all ranks
     with usage_errors(f"--data {flags.data or '(default text)'}: "):
         # If this is an error on some ranks only, process_group ends the others.
@@ -541,6 +556,8 @@ def load_data(
                 f"is not that of the run in {flags.out}; name other data, or another --out"
             )
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
+        if chardata.num_tokens(val_tokens) == 1:
+            val_tokens = ()  # One token has no successor to predict.
         block_size = flags.block_size
         plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
         val_plan = plan._replace(tokens=val_tokens, batch_size=EVAL_BATCH // block_size or 1)
@@ -628,6 +645,9 @@ def prepare_folder(
     Set damaged checkpoints aside, and remove the metrics after `step`, because these steps are done
     again. config: for config.json.
     """
+    metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
+    if not step and metrics + old and '"val_fraction"' not in old:
+        raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
     lock: object = storage.lock(out)
     damaged = [line.split(":")[0] for line in rejected]  # each line is "NAME: REASON"
@@ -705,7 +725,7 @@ def format_record(record: State, total: int, seconds_left: float) -> str:
     return (
         f"step {record['step']}/{total}  epoch {record['epoch']:.2f}  loss {record['loss']:.4f}"
         f"  lr {record['lr']:.1e}  {record['tokens_per_s']:,.0f} tokens/s"
-        f"  eta {timedelta(seconds=round(seconds_left))}"
+        f"  eta {timedelta(seconds=round(min(seconds_left, 1e9)))}"
     )
 
 
@@ -727,9 +747,9 @@ def usage_errors(subject: str = "") -> Iterator[None]:
 # ------------------------------------------------------------------------------ sample and evaluate
 
 
-def newest_checkpoint(out: str) -> State:
+def newest_checkpoint(out: str, load: Callable[..., State] | None = None) -> State:
     """Return the newest checkpoint that verifies; ValueError if there is none."""
-    state = find_checkpoint(out, open_storage(out))
+    state = find_checkpoint(out, open_storage(out), load)
     if not state:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another --out")
     for line in state.pop("rejected"):
@@ -737,14 +757,20 @@ def newest_checkpoint(out: str) -> State:
     return state
 
 
-def load_model(out: str, device: torch.device) -> tuple[gpt.GPT, State]:
-    """Return the model of the newest checkpoint, ready for inference, and that checkpoint."""
+def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, State]:
+    """Return the model of the newest checkpoint, ready for inference, and that checkpoint.
+
+    All ranks call this. ValueError if they find different checkpoints.
+    """
     state = newest_checkpoint(out)
+    name = os.path.basename(state["name"])
+    if name != (theirs := ddp_setup.from_rank_zero(lambda: name, world)):
+        raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
     with usage_errors(f"{state['name']}: "):
         model = gpt.build(model_config(state["config"]), seed=0)
         ckpt.check_same(state["model"], model.state_dict())
     model.load_state_dict(state["model"])
-    return model.to(device).eval(), state
+    return model.to(world.device).eval(), state
 
 
 OUT = click.option(
@@ -781,7 +807,7 @@ def sample(
       python run.py sample --prompt "The " --max-new-tokens 200
     """
     with usage_errors(), ddp_setup.process_group(device) as world:
-        model, state = load_model(out, world.device)
+        model, state = load_model(out, world)
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
         # kind: char, byte, ids or tokenizer
         codec = extra("tokenizer") if kind == "tokenizer" else chardata
@@ -817,14 +843,14 @@ def evaluate(out: str, device: str, data: str | None) -> None:
       python run.py eval --data other.txt
     """
     with usage_errors(), ddp_setup.process_group(device) as world:
-        model, state = load_model(out, world.device)
+        model, state = load_model(out, world)
         config = state["config"]
         config["eval_tokens"] = 0  # all
         if data:
             config |= {"data": data, "val_fraction": 1.0}
             state.pop("data")  # the digest of the run's own data
         flags = merge_saved_flags(Flags(out=out), set(), state)
-        corpus, _, plan = load_data(flags, state, world)
+        corpus, _, plan = load_data(flags, set(), state, world)
         if corpus.kind != state["vocabulary"]["kind"]:
             raise ValueError(
                 f"--data {data}: is {corpus.kind}; the model needs {state['vocabulary']['kind']}"
@@ -908,6 +934,8 @@ def main() -> None:
     UsageErrors (see usage_errors), lost ranks, a training that diverged and errors with a hint
     become one line. Other errors get a traceback.
     """
+    for name in ("stdout", "stderr"):  # Python sets a closed stream to None.
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     gc.disable()  # During the imports it would take 0.5 s and find nothing. train enables it.
     faulthandler.enable()  # prints where a fatal signal came, for example SIGBUS from a mapped file
     code = FAILED

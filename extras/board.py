@@ -30,8 +30,10 @@ def write_events(metrics: str, folder: str) -> None:
         raise ValueError(f"{folder}: is not a local folder")
     records = []
     for line in metrics.splitlines():
-        with suppress(ValueError):
-            records.append(json.loads(line))
+        with suppress(ValueError, TypeError):
+            record = json.loads(line)
+            numbers = {k: v for k, v in dict(record).items() if isinstance(v, (int, float))}
+            records += [numbers] if "step" in numbers else []
     if not records:
         raise ValueError(f"{folder}: there are no metrics")
     for path in Path(folder).glob(f"events.out.tfevents.*{SUFFIX}"):
@@ -39,5 +41,5 @@ def write_events(metrics: str, folder: str) -> None:
     with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
         for record in records:
             for name, value in record.items():
-                if name not in ("step", "time") and value is not None and math.isfinite(value):
+                if name not in ("step", "time") and math.isfinite(value):
                     writer.add_scalar(name, value, record["step"], record.get("time"))

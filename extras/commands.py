@@ -109,12 +109,14 @@ def add_commands(
         with usage_errors():
             state = newest_checkpoint(out)
             if format == "checkpoint":
-                if os.path.isfile(output) or os.path.isdir(output) and os.listdir(output):
+                target = open_storage(output)
+                full = os.path.isdir(output) and os.listdir(output)
+                if os.path.isfile(output) or full or target.list_checkpoints(output):
                     raise ValueError(f"{output} exists already; choose another path")
                 entries = open_storage(out).list_checkpoints(out)
                 (entry,) = (e for e in entries if e.name == os.path.basename(state["name"]))
                 saved = {key: value for key, value in state.items() if key != "name"}
-                open_storage(output).save(output, saved, entry.step, entry.loss)
+                target.save(output, saved, entry.step, entry.loss)
                 return
             export, exchange, vocabulary = extra("export"), extra("exchange"), state["vocabulary"]
             shape = ("arch", "block_size", "layers", "heads", "embd", "dropout")

@@ -30,11 +30,13 @@ def verify_all(
 
 
 def describe(state: dict[str, Any], metrics: str, config: str) -> str:
-    """Return a description of several lines.
+    """Return a description of several lines. ValueError if run.py did not write the checkpoint.
 
     state: a checkpoint of run.py. metrics, config: the texts of metrics.jsonl and config.json, or
     "". Only metrics up to the step of the checkpoint count. "unknown" stands for missing values.
     """
+    if not {"config", "vocabulary", "step"} <= state.keys():
+        raise ValueError("the checkpoint was not written by run.py")
     records, run = list[dict[str, Any]](), dict[str, Any]()
     for line in metrics.splitlines():
         with suppress(ValueError, TypeError, KeyError):  # a crash can leave an incomplete line

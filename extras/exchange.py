@@ -73,21 +73,32 @@ def read(path: str, load: Callable[[BinaryIO], Any]) -> Model:
 def start_state(
     path: str,
     out: str,
-    newest_checkpoint: Callable[[str], dict[str, Any]],
+    storage: Any,
+    newest_checkpoint: Callable[..., dict[str, Any]],
     load: Callable[[BinaryIO], Any],
 ) -> dict[str, Any]:
     """Return what run.py starts from with --init-from: model, config (flags), vocabulary, name.
 
     path: the --out folder of another run, or what `read` takes. out: this run's folder.
-    newest_checkpoint: returns the newest checkpoint of a folder, as run.py saves it.
+    storage: the functions of ckpt.py for `path`. newest_checkpoint(path, load=...): the newest
+    checkpoint of a folder, as run.py saves it. load: see `read`.
     """
+    if "://" in path:  # and do not print it, because it can contain a password
+        raise ValueError("--init-from cannot read a URL; download the model and name its folder")
     if os.path.realpath(path) == os.path.realpath(out):
         raise ValueError(f"--init-from {path} is the folder of --out; choose another --out")
-    for file in sorted(Path(path).glob("step-*.pt"))[-1:]:
-        with open(file, "rb") as opened:
-            load(opened)  # refuses a file that could do harm, before newest_checkpoint reads it
-    if any(Path(path).glob("step-*")):
-        state = newest_checkpoint(path)
+
+    def load_checked(folder: str, entry: Any) -> dict[str, Any]:
+        """Refuse a file that could do harm, before ckpt.load reads it."""
+        file = Path(folder, entry.name)
+        if file.is_file():  # otherwise it is sharded, and extras/sharded.py reads it with `load`
+            with open(file, "rb") as opened:
+                load(opened)
+        state: dict[str, Any] = storage.load(folder, entry)
+        return state
+
+    if storage.list_checkpoints(path):
+        state = newest_checkpoint(path, load=load_checked)
         sizes, vocabulary, weights = state["config"], state["vocabulary"], state["model"]
     else:
         sizes, vocabulary, weights = read(path, load)
@@ -209,12 +220,19 @@ def read_hf(folder: Path) -> Model:
     for key, values in GPT2.items():
         if config.get(key, values[0]) not in values:
             raise ValueError(f"{key} is {config[key]!r}; GPT-2 has {values[0]!r}")
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ValueError("there is no model.safetensors; transformers' save_pretrained writes it")
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if index.exists() and not (folder / names[0]).exists():
+        # Other files can be of another model. Of a name, the last part only: stay in the folder.
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted({Path(name).name for name in weight_map.values()})
     weights: dict[str, Tensor] = {}
-    for file in files:
-        weights |= load_safetensors(file)[0]
+    for name in names:
+        if not (folder / name).exists():
+            raise ValueError(
+                f"there is no {name}, which transformers' save_pretrained writes, and no "
+                "checkpoint of run.py"
+            )
+        weights |= load_safetensors(folder / name)[0]
     model = from_gpt2(weights, config.get("n_head", 12), conv1d=True)
     vocabulary = read_vocabulary(folder / "tokenizer.json", model.config["vocab"])
     return model._replace(vocabulary=vocabulary)

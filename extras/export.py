@@ -126,7 +126,8 @@ def write_safetensors(
     config: dict[str, Any], vocabulary: dict[str, Any], weights: dict[str, Tensor], path: Path
 ) -> None:
     """Write the state dict of any architecture; config and vocabulary are JSON in the header."""
-    unshared = {name: weight.clone() for name, weight in weights.items()}
+    plain = torch.contiguous_format
+    unshared = {name: weight.clone(memory_format=plain) for name, weight in weights.items()}
     save_safetensors(unshared, path, ddpkit=json.dumps(dict(config=config, vocabulary=vocabulary)))
 
 

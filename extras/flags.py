@@ -31,17 +31,22 @@ def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIO
     """Add the flag --config, checks before the group runs, and sections on its help page.
 
     --config names a TOML file with defaults of the group's flags. The environment and the command
-    line win over it.
+    line win over it. Before a command, it holds for the flags that the command shares with the
+    group.
     prefix: environment variables that begin with PREFIX_ must be flags of the group or of its
     commands. Numbers must not be nan, which click's ranges accept, nor above LIMIT if their range
     has no end.
     sections: maps the name of the first flag of each section to the title of the section.
     """
-    known = [f"{param.name}" for param in group.params]
+    known = [f"{param.name}" for param in group.params if param.expose_value]
 
     def read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
         if path is not None:
-            ctx.default_map = read_toml(path, known)
+            values = read_toml(path, known)
+            ctx.default_map = values | {
+                name: {key: values[key] for key in values if key in shared_flags(command, prefix)}
+                for name, command in group.commands.items()
+            }
 
     text = "A TOML file of flags, with lines such as `batch-size = 64`."
     config = click.Option(["--config"], metavar="FILE", help=text, callback=read_config)
@@ -81,6 +86,12 @@ def _format_options(
     return format_options
 
 
+def shared_flags(command: click.Command, prefix: str) -> list[str]:
+    """Return the flags of a command that read the environment variables of the group's flags."""
+    params = command.params
+    return [f"{p.name}" for p in params if p.envvar == f"{prefix}_{p.name}".upper()]
+
+
 def read_toml(path: str, known: Iterable[str]) -> dict[str, Any]:
     """Return the flags in a TOML file, with underscores in their names.
 
@@ -90,6 +101,8 @@ def read_toml(path: str, known: Iterable[str]) -> dict[str, Any]:
         with open(path, "rb") as file:
             values = tomllib.load(file).items()
             config = {key.replace("-", "_"): f"{value}" for key, value in values}
+            if len(config) < len(values):
+                raise ValueError("the same flag stands twice, with - and with _")
     except (OSError, ValueError, RecursionError) as error:
         what = error.strerror if isinstance(error, OSError) else error
         raise click.UsageError(f"--config {path}: {what}") from None

@@ -175,7 +175,8 @@ def pad_batches(
     none: they get a copy of the first batch of another rank, which must be possible to pickle. The
     returned loss function belongs to the returned batches: for an added batch it returns a sum of 0
     and a count of 0. When the iteration ends or is given up, `model` frees the parameters that it
-    gathered in its forward passes, as a backward pass would have done.
+    gathered in its forward passes, as a backward pass would have done. All ranks use the buffers of
+    rank 0, because that is what a checkpoint has.
     timeout: see pad_steps.
     """
     return _padded_batches(model, batches, timeout), partial(_padded_loss, loss_fn)
@@ -186,6 +187,11 @@ def _padded_batches(model: nn.Module, batches: Iterable[Any], timeout: float) ->
     first = list(islice(batches, 1))
     try:
         with _cpu_group(timeout) as group:
+            if dist.is_initialized():
+                for buffer in model.buffers():
+                    dense = buffer.contiguous()  # dist sends memory, without regard to strides
+                    dist.broadcast(dense, 0)
+                    buffer.copy_(dense)
             spare = _lend_first(first, group)
             for batch in chain(first, batches):
                 _largest(1, group)

@@ -61,6 +61,10 @@ class Muon(torch.optim.Muon):
         self.dtype, self.distribute = dtype, distribute
         self._step_supports_amp_scaling = True  # step itself uses grad_scale and found_inf
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copy and pickle keep: all attributes. Optimizer would keep only its own."""
+        return {**self.__dict__, **super().__getstate__()}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update each parameter that has a gradient. Return the result of closure()."""
@@ -71,6 +75,8 @@ class Muon(torch.optim.Muon):
         grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
+            if any(p.is_complex() or p.grad.is_sparse or p.ndim != 2 for p in params):
+                raise RuntimeError("Muon needs dense, real matrices and gradients")
             for p in params:
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)

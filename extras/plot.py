@@ -171,7 +171,9 @@ def _label(figure: Any, panels: Any, names: Sequence[str]) -> None:
     for panel in panels[2:]:
         panel.set_ylim(bottom=0)
     panels[2].yaxis.set_major_formatter(EngFormatter(sep=""))
-    keys = [Line2D([], [], label=name, **style) for name, style in zip(names, styles())]
+    # A "$" would begin a formula.
+    plain = [name.replace("$", r"\$") for name in names]
+    keys = [Line2D([], [], label=name, **style) for name, style in zip(plain, styles())]
     figure.legend(handles=keys, loc="outside upper left", handlelength=4)
     line = Line2D([], [], color="0.4", label="training")
     dots = Line2D([], [], color="0.4", label="validation", marker="o", linestyle="")

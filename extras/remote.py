@@ -17,6 +17,7 @@ written to logs and checkpoints: set an environment variable such as FSSPEC_FTP_
 
 import hashlib
 import os
+import re
 import socket
 import tempfile
 import warnings
@@ -30,6 +31,8 @@ from urllib.parse import urlsplit
 import filelock
 from fsspec.core import url_to_fs
 
+# What fsspec's HTTP file system knows of the version of a file.
+HTTP_VERSION = ("ETag", "Last-Modified", "Content-MD5", "Digest", "size")
 Texts = dict[tuple[str, str], list[str]]  # (folder, name) -> parts of the text, in order
 
 
@@ -79,19 +82,23 @@ def _save(
     """Write a checkpoint to a temporary local folder and upload it, after the texts.
 
     An upload that fails may leave a part of the file where the file system is not an object store.
-    That part is deleted if possible; otherwise its digest does not match its name.
+    That part is deleted if possible; otherwise its digest does not match its name. A complete file
+    that is there already is not written again: its name contains the digest of the content.
     """
     with tempfile.TemporaryDirectory() as local:
         entry = ckpt.save(local, state, step, loss)
         _make_folder(url)
         _upload_texts(texts, url)
         with _file_system(url) as (fs, path):
-            try:
-                fs.put_file(f"{local}/{entry.name}", f"{path}/{entry.name}")
-            except BaseException:
-                with suppress(Exception):  # there may be no file, or no connection
-                    fs.rm_file(f"{path}/{entry.name}")
-                raise
+            source, target = f"{local}/{entry.name}", f"{path}/{entry.name}"
+            fs.invalidate_cache()
+            if not fs.exists(target) or fs.size(target) != os.path.getsize(source):
+                try:
+                    fs.put_file(source, target)
+                except BaseException:
+                    with suppress(Exception):  # there may be no file, or no connection
+                        fs.rm_file(target)
+                    raise
     if keep is not None:
         _prune(ckpt, url, keep)
     return entry
@@ -213,8 +220,10 @@ def _upload_texts(texts: Texts, url: str) -> None:
 def download(url: str) -> list[str]:
     """Return local copies of the files that a URL names, sorted by name. The URL may be a glob.
 
-    Copies are in $XDG_CACHE_HOME/ddpkit (~/.cache/ddpkit), one for each version of each file. Any
-    number of processes may call this: on each node the first one downloads and the others wait.
+    Copies are in $XDG_CACHE_HOME/ddpkit (~/.cache/ddpkit), one for each version of each file. The
+    version of a file at http:// or https:// is its ETag, modification time and size, as far as the
+    server sends them. Any number of processes may call this: on each node the first one downloads
+    and the others wait.
     FileNotFoundError if no file matches, IsADirectoryError if a folder does.
 
     fsspec's own cache is not used: it downloads to the final name without a lock, so that another
@@ -227,8 +236,12 @@ def download(url: str) -> list[str]:
         for name in [path] if fs.exists(path) else sorted(fs.glob(path)):
             if fs.isdir(name):
                 raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
-            version = f"{fs.unstrip_protocol(name)} {fs.ukey(name)}".encode()
-            folder = os.path.join(cache, "ddpkit", hashlib.sha256(version).hexdigest()[:32])
+            version = f"{fs.unstrip_protocol(name)} {fs.ukey(name)}"
+            if "://" in name:  # http: here ukey() depends only on the URL
+                info = fs.info(name)
+                version += "".join(f" {info.get(key)}" for key in HTTP_VERSION)
+            digest = hashlib.sha256(version.encode()).hexdigest()
+            folder = os.path.join(cache, "ddpkit", digest[:32])
             copies.append(_copy_once(fs, name, folder))
     if not copies:
         raise FileNotFoundError(f"{url}: no such file, and no file matches it")
@@ -237,7 +250,9 @@ def download(url: str) -> list[str]:
 
 def _copy_once(fs: Any, name: str, folder: str) -> str:
     """Return the local copy of a file; make it if no process has made it yet."""
-    copy = os.path.join(folder, os.path.basename(name))
+    # The end of the name says what the file contains. A URL of http can have a query after it.
+    path = urlsplit(name).path if "://" in name else name
+    copy = os.path.join(folder, os.path.basename(path)[-100:])
     part = f"{copy}.{socket.gethostname()}.part"  # some file systems lock per host only
     os.makedirs(folder, exist_ok=True)
     try:
@@ -274,7 +289,8 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
     That error is of the class OSError itself, so that it can be told from FileNotFoundError. The
     packages of file systems have retried by then, as often as their own settings say.
     """
-    if urlsplit(url).password is not None:
+    # Also in a chained URL (simplecache::ftp://USER:PASSWORD@HOST). Digits before "/" are a port.
+    if re.search(r"://[^/@\s]*:(?!\d*/)[^@]*@", url):
         raise ValueError(
             "a URL must not contain a password, because URLs are written to logs and checkpoints: "
             "set an environment variable, such as FSSPEC_FTP_PASSWORD for ftp"

@@ -72,6 +72,7 @@ def fingerprint(tensors: Iterator[Tensor]) -> Tensor:
     changes a sum by a power of two below 2^64, and the product with an odd number is not zero. Two
     changes within a tensor remain unnoticed only if their sum is zero.
     """
-    sums = [t.detach().view(INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    real = (torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors)
+    sums = [t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in real]
     factors = torch.arange(1, 2 * len(sums), 2, device=sums[0].device)
     return (torch.stack([s.to(sums[0].device) for s in sums]) * factors).sum()

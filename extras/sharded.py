@@ -1,6 +1,7 @@
 """Save and load a checkpoint of which each rank writes and reads its own shards.
 
     files = storage(ckpt, reader.read, write_sharded=True)      # every rank; ckpt: the module
+    files.make_folder("out")
     files.check_shared_folder("out")                            # every rank
     state = files.snapshot(model, optimizers, step=400)         # every rank
     files.save("out", state, 400, loss, keep)                   # every rank, also in a thread
@@ -63,16 +64,14 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
     functions = vars(ckpt) | {
         "load": load_any,
         "newest": partial(ckpt.newest, load=load_any),
-        "restore_": partial(restore_, ckpt),
         "remove": partial(remove, ckpt),
         "prune": partial(prune, ckpt),
-        "lock": partial(lock, ckpt),
         "check_shared_folder": check_shared_folder,
     }
     if write_sharded:
         group = dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
         save_one = partial(write, ckpt, group)
-        functions["snapshot"] = snapshot
+        functions |= {"snapshot": snapshot, "restore_": partial(restore_, ckpt)}
 
     def save(
         folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
@@ -89,13 +88,24 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
 
 
 def check_shared_folder(folder: str) -> None:
-    """Raise ValueError if the ranks do not all see the same folder. Every rank must call this."""
-    first = dist.get_rank() == 0
-    with tempfile.NamedTemporaryFile(dir=folder) if first else nullcontext() as file:
-        names: list[Any] = [os.path.basename(file.name) if file else ""]
-        dist.broadcast_object_list(names)
+    """Raise ValueError if the ranks do not all see the same folder. Every rank must call this.
+
+    OSError, on all ranks, if rank 0 cannot write to it.
+    """
+    file: Any = nullcontext()
+    sent: list[Any] = [None]  # the name of a file, or the error of rank 0
+    if dist.get_rank() == 0:
+        try:
+            file = tempfile.NamedTemporaryFile(dir=folder)
+            sent = [os.path.basename(file.name)]
+        except OSError as error:
+            sent = [error]
+    with file:
+        dist.broadcast_object_list(sent)
+        if isinstance(sent[0], OSError):
+            raise sent[0]
         seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, os.path.exists(os.path.join(folder, names[0])))
+        dist.all_gather_object(seen, os.path.exists(os.path.join(folder, sent[0])))
     if not all(seen):
         raise ValueError("a sharded checkpoint needs a folder that all ranks share")
 
@@ -112,7 +122,7 @@ def remove(ckpt: ModuleType, folder: str, name: str) -> None:
             # If the deletion is interrupted, the rest must not have the name of a checkpoint.
             hidden = Path(folder, name).rename(Path(folder, ckpt.TEMPORARY + uuid.uuid4().hex))
             ckpt.fsync_folder(folder)
-            # What cannot be deleted now, such as an open file on NFS, is deleted by `lock` later.
+            # What cannot be deleted now, such as an open file on NFS, ckpt.lock deletes later.
             shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -122,22 +132,16 @@ def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
         remove(ckpt, folder, entry.name)
 
 
-def lock(ckpt: ModuleType, folder: str, timeout: float = 2.0) -> Any:
-    """Take the lock with ckpt.lock. If there is one, also delete the temporary folders."""
-    held = ckpt.lock(folder, timeout)
-    if held is not None:
-        for path in Path(folder).glob(f"{ckpt.TEMPORARY}*"):
-            remove(ckpt, folder, path.name)
-    return held
-
-
 # -------------------------------------------------------------------------------------------- write
 
 
 def _names(model: nn.Module) -> tuple[dict[str, str], dict[Tensor, str]]:
     """Return {name: first name} and {tensor: first name}: a tied head has two names."""
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     state = bare.state_dict(keep_vars=True)
+    if others := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ValueError(f"{others[0]} is not a tensor; a sharded checkpoint cannot have it")
     tensors = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
     first = {value: name for name, value in reversed(tensors.items())}
     return {name: first[value] for name, value in tensors.items()}, first
@@ -158,14 +162,25 @@ def snapshot(model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
     """Return, for `write`, a copy on the CPU of what this rank writes. Every rank must call this.
 
     That is its shards, and its part of the tensors that all ranks have. DCP would copy the former
-    twice and, on each rank, all of the latter. more: values that JSON can represent.
+    twice and, on each rank, all of the latter. Rank 0 writes all buffers, because they can differ
+    between ranks, as BatchNorm's statistics do.
+    more: ValueError unless JSON can represent the values: dicts whose keys are text, lists, text,
+        numbers, bool, None.
     """
+    try:
+        unchanged = json.loads(json.dumps(more)) == more
+    except (TypeError, ValueError):
+        unchanged = False
+    if not unchanged:
+        raise ValueError(f"JSON cannot represent the values of {', '.join(more)}")
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = _state_tensors(model, optimizers)
-    by_size = sorted(tensors.items(), key=lambda item: -item[1].nbytes)  # for about equal parts
-    mine = (x for i, x in enumerate(by_size) if i % size == rank or isinstance(x[1], DTensor))
-    copies = {name: tensor.to("cpu", copy=True) for name, tensor in mine}
     names, first = _names(model)
+    buffers = {f"model.{first[buffer]}" for buffer in model.buffers() if buffer in first}
+    by_size = sorted(tensors.items(), key=lambda item: -item[1].nbytes)  # for about equal parts
+    writers = {name: 0 if name in buffers else i % size for i, (name, _) in enumerate(by_size)}
+    mine = (x for x in by_size if writers[x[0]] == rank or isinstance(x[1], DTensor))
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in mine}
     groups = [
         [{**group, "params": [first[p] for p in group["params"]]} for group in o.param_groups]
         for o in optimizers
@@ -393,6 +408,8 @@ def restore_(ckpt: ModuleType, state: State, model: nn.Module, optimizers: Optim
     if not paths[0]:
         ckpt.restore_(state, model, optimizers)
         return
+    if not os.path.isdir(paths[0]):
+        raise ValueError(f"rank {dist.get_rank()} does not see it; all ranks must share the folder")
     manifest, saved = read_manifest(ckpt, Path(paths[0]))
     count = len(manifest["optimizers"])
     if count != len(optimizers):

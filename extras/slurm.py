@@ -21,9 +21,9 @@ def set_launch_env_(env: MutableMapping[str, str] = os.environ) -> None:
     """Set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in `env`.
 
     Each task calls this function for itself; the tasks do not communicate. It changes nothing if
-    RANK is set already, or if srun did not start this process. (The batch script of a job is such
-    a process: it has variables of SLURM, but it is not a task of srun.) MASTER_ADDR and
-    MASTER_PORT keep the values that the user has set.
+    RANK is set already, if srun did not start this process, or if it started only this one, for
+    example a shell. (The batch script of a job has variables of SLURM, but it is not a task of
+    srun.) MASTER_ADDR and MASTER_PORT keep the values that the user has set.
 
     If srun shows each task only its own GPU (for example with --gpus-per-task), this GPU has the
     number 0 in each task. Then LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1, as if the task were
@@ -32,7 +32,7 @@ def set_launch_env_(env: MutableMapping[str, str] = os.environ) -> None:
     Raises ValueError if a variable of srun is missing or cannot be understood. In this case, `env`
     is not changed.
     """
-    if "RANK" in env or "SLURM_STEP_NUM_TASKS" not in env:
+    if "RANK" in env or env.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return
     rank, size = whole_number(env, "SLURM_PROCID"), whole_number(env, "SLURM_STEP_NUM_TASKS")
     local_rank, local_size = whole_number(env, "SLURM_LOCALID"), tasks_on_node(env)
@@ -75,7 +75,8 @@ def tasks_on_node(env: MutableMapping[str, str]) -> int:
 
 def first_host(env: MutableMapping[str, str]) -> str:
     """Return the first host of the step, where rank 0 runs. SLURM writes "n[07-9]" for n07-n09."""
-    return re.sub(r"([^,\[]*)(\[(\d+))?.*", r"\1\3", text(env, "SLURM_STEP_NODELIST"))
+    first = re.match(r"(\[.*?\]|[^,\[])*", text(env, "SLURM_STEP_NODELIST"))
+    return re.sub(r"\[(\d*).*?\]", r"\1", first[0]) if first else ""
 
 
 def port(env: MutableMapping[str, str]) -> int:

@@ -91,14 +91,16 @@ def read_corpus(
     """Return a chardata.Corpus of kind "tokenizer". Text files are encoded; .bin and .npy hold ids.
 
     chardata: the module chardata.py. files: [] means its default text. path: a tokenizer.json.
-    tokenizer_json: the text of the one in a checkpoint, or "". It is used then, and the file may be
-    gone. ValueError if the file is another tokenizer. vocab: a number above every id; None means
-    size() rounded up to a multiple of 64.
+    tokenizer_json: the text of the one in a checkpoint, or "". It is used then, and `path` may be
+    "" or a file that is gone. ValueError if the file is another tokenizer. vocab: a number above
+    every id; None means size() rounded up to a multiple of 64.
     """
+    if "://" in path:  # and do not print it, because it can contain a password
+        raise ValueError("--tokenizer cannot read a URL; download the file and name its path")
     if not tokenizer_json or os.path.exists(path):
         with open(path, encoding="utf-8") as file:
             text = file.read()
-        if tokenizer_json and json.loads(text) != json.loads(tokenizer_json):
+        if tokenizer_json and not same_json(text, tokenizer_json):
             raise ValueError(
                 f"--tokenizer {path}: is not the tokenizer of the checkpoint; leave it out, or "
                 "name another --out"
@@ -122,6 +124,13 @@ def read_corpus(
     return corpus._replace(kind="tokenizer", chars=tokenizer_json, digest=digest)
 
 
+def same_json(text: str, other: str) -> bool:
+    """Return whether two texts are JSON of equal values."""
+    with suppress(ValueError):
+        return bool(json.loads(text) == json.loads(other))
+    return False
+
+
 def encode_files(
     files: Sequence[str], tokenizer_json: str, cache: str, default: Callable[[], str] = str
 ) -> str:
@@ -135,7 +144,8 @@ def encode_files(
 
     The text is encoded in pieces of about 64 KiB that begin at a space between two letters. The
     pre-tokenizers of GPT-2, GPT-4 and Llama 3 split there, so the ids are those of the whole text.
-    If there is no such place, a piece ends after a line or anywhere, where the ids can differ.
+    (That of Llama 2 adds a space at the beginning of a text, so here of each piece.) If there is no
+    such place, a piece ends after a line or anywhere, where the ids can differ.
 
     UnicodeError names a byte that is not UTF-8. ValueError if there is no text, or if the tokenizer
     cannot encode it. OSError if the cache cannot be written.
@@ -244,5 +254,6 @@ def decode(ids: Iterable[int], kind: str, tokenizer_json: str) -> Iterator[str]:
         held.append(i)
         if not text().endswith("\ufffd") or len(held) > 16:  # 16: the character is invalid
             yield text()
-            before, held = held[-8:], []
+            # not a part of it, because ByteFallback decodes neighbouring bytes together
+            before, held = held, []
     yield text()

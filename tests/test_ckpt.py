@@ -800,6 +800,19 @@ def test_two_checkpoints_with_exchanged_contents_are_both_damaged(folder):
     assert [line.split(":")[0] for line in rejected] == [third.name, second.name]
 
 
+def test_a_checkpoint_that_may_not_be_read_is_an_error_because_it_may_be_good(folder):
+    for step in (1, 2):
+        ckpt.save(folder, some_state(step), step)
+
+    def load(folder, entry):
+        if entry.step == 2:
+            raise PermissionError(13, "Permission denied", entry.name)
+        return ckpt.load(folder, entry)
+
+    with pytest.raises(PermissionError, match="step-00000002"):
+        ckpt.newest(folder, load)
+
+
 def test_newest_raises_if_there_are_checkpoints_but_none_verifies(folder):
     saved = [ckpt.save(folder, some_state(step), step) for step in (10, 20)]
     for entry in saved:
@@ -1172,15 +1185,15 @@ def test_lock_waits_for_a_process_that_is_just_ending(folder):
     process.wait()
 
 
-def test_lock_deletes_temporary_files_and_nothing_else(folder):
+def test_lock_deletes_temporary_files_and_folders_and_nothing_else(folder):
     entry = ckpt.save(folder, some_state(1), 1)
     Path(folder, f"{ckpt.TEMPORARY}12345").write_bytes(b"half")
     Path(folder, f"{ckpt.TEMPORARY}400").mkdir()  # of a sharded checkpoint
+    Path(folder, f"{ckpt.TEMPORARY}400", "__0_0.distcp").touch()
     Path(folder, "metrics.jsonl").touch()
     assert ckpt.newest(folder)[0].entry == entry
     with ckpt.lock(folder):
-        left = [".lock", "metrics.jsonl", entry.name, f"{ckpt.TEMPORARY}400"]
-        assert names(folder) == sorted(left)
+        assert names(folder) == sorted([".lock", "metrics.jsonl", entry.name])
 
 
 def test_lock_that_another_process_holds_deletes_nothing(folder):

@@ -277,6 +277,21 @@ def test_without_a_seed_the_model_has_no_memory_and_initial_weight_completes_it(
         assert (model.head.weight is model.embedding.weight) == (arch == "gpt2")
 
 
+@pytest.mark.parametrize("arch", gpt.ARCHS)
+def test_initial_weights_do_not_depend_on_the_defaults_of_torch(arch):
+    config = gpt.Config(vocab=7, block_size=4, layers=1, heads=1, embd=4, arch=arch)
+    expected = gpt.build(config, seed=0).state_dict()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            found = gpt.build(config, seed=0).state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=0)
+
+
 def test_building_a_model_does_not_import_the_slow_modules_of_torch():
     """torch imports them, which takes a second, to draw normal numbers on the device "meta"."""
     code = """
@@ -735,6 +750,13 @@ def test_sampling_restores_training_mode():
     model = random_model("modern").train()
     list(islice(gpt.sample(model, random_tokens(3)), 5))
     assert model.training
+
+
+def test_sampling_restores_the_mode_of_each_block():
+    model = random_model("modern").train()
+    model.blocks[0].eval()
+    list(islice(gpt.sample(model, random_tokens(3)), 2))
+    assert model.training and not model.blocks[0].training and model.blocks[1].training
 
 
 def test_sampled_tokens_depend_only_on_the_generator():

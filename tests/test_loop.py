@@ -267,6 +267,33 @@ def first_random_numbers(world):
     return seen
 
 
+def shuffles(world):
+    """Return three permutations that all ranks draw between steps, and those without training."""
+    model, drawn = ddp_setup.replicate(mlp(dropout=0.5), world), []
+
+    def steps():
+        for _ in range(3):
+            drawn.append(torch.randperm(20).tolist())  # like a DataLoader with shuffle=True
+            yield [(X[:1], Y[:1])], world.size
+
+    torch.manual_seed(5)
+    for _ in loop.train_(model, [sgd(model)], steps(), squares):
+        pass
+    torch.manual_seed(5)
+    return drawn, [torch.randperm(20).tolist() for _ in range(3)]
+
+
+def buffers_of_a_larger_tensor(world):
+    """Evaluate a model whose buffer is a part of a tensor. Return that tensor of this rank."""
+    model, tensor = nn.Linear(1, 1), torch.arange(12.0).reshape(3, 4)
+    tensor[:, 1:3] += 100 * world.rank
+    model.register_buffer("part", tensor[:, 1:3])
+    replica = ddp_setup.replicate(model, world)  # this sends rank 0's buffers
+    model.part += world.rank
+    loop.evaluate(replica, [torch.ones(1, 1)], lambda model, x: (model(x).sum(), 1))
+    return tensor.tolist()
+
+
 def unwrapped_model(world):
     """Train a model without DistributedDataParallel. Return (error, number of steps with
     sync_each=True).
@@ -310,6 +337,8 @@ def every_job(world):
         stopping,
         randomness,
         first_random_numbers,
+        shuffles,
+        buffers_of_a_larger_tensor,
         grouping,
         evaluation,
         stopped_evaluation,
@@ -720,6 +749,21 @@ def test_random_numbers_have_known_values_so_that_old_runs_resume_with_the_same_
         assert seen == pytest.approx([0.5479161, 0.4982828, 0.3455437], abs=1e-6)
 
 
+@SIZES
+def test_the_random_generator_of_the_caller_is_not_changed(ranks, size):
+    """Otherwise each epoch would be shuffled alike, or each rank would shuffle differently."""
+    for result in ranks(size):
+        drawn, expected = result["shuffles"]
+        assert drawn == expected and drawn == ranks(1)[0]["shuffles"][0]
+
+
+def test_a_step_that_fails_does_not_change_the_random_generator_either():
+    model, expected = mlp(), torch.get_rng_state()
+    with pytest.raises(RuntimeError):
+        list(loop.train_(model, [], [([(X[:, :2], Y)], 1)], squares))
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
 def test_training_puts_the_model_into_training_mode():
     model = mlp().eval()
     list(loop.train_(model, [sgd(model)], [([(X[:1], Y[:1])], 1)], squares))
@@ -748,6 +792,12 @@ def test_evaluation_is_exact_if_ranks_have_unequal_numbers_of_batches_or_none(ra
 @pytest.mark.parametrize("size", [1, 2])
 def test_if_one_rank_asks_to_stop_all_ranks_end_the_evaluation_at_this_batch(ranks, size):
     assert [result["stopped_evaluation"] for result in ranks(size)] == [(None, 2, True)] * size
+
+
+@SIZES
+def test_an_evaluation_sends_a_buffer_that_is_not_contiguous_and_nothing_else(ranks, size):
+    for result in ranks(size):
+        assert result["buffers_of_a_larger_tensor"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_an_evaluation_that_counts_nothing_returns_nan():
@@ -816,6 +866,18 @@ def test_group_batches_continues_until_no_rank_has_a_batch_and_counts_the_rows_o
                 assert (rows, total) == (expected, all_ranks)
             else:  # it repeats one of its batches with the count 0
                 assert rows[0] in own[rank] and len(rows) == 1 and total == 0
+
+
+@pytest.mark.parametrize("accum", [0, -1])
+def test_group_batches_refuses_steps_without_batches(accum):
+    with pytest.raises(ValueError, match=f"accum is {accum}"):
+        next(loop.group_batches([X], accum, len))
+
+
+def test_five_steps_that_count_nothing_are_named_as_such():
+    model, steps = mlp(), [([(X[:0], Y[:0])], 0)] * 5
+    with pytest.raises(loop.Diverged, match="5 times in a row, up to step 5; .*counted nothing"):
+        list(loop.train_(model, [sgd(model)], steps, squares))
 
 
 def test_group_batches_of_no_batches_has_no_steps():

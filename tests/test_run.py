@@ -21,6 +21,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from fcntl import ioctl
 from functools import partial
 from pathlib import Path
@@ -422,6 +423,18 @@ def test_an_id_that_is_too_high_is_named_and_a_given_vocabulary_size_is_kept(tmp
         assert_one_line(run("eval", "--data", tmp_path / name, "--out", out), message)
 
 
+def test_one_validation_token_is_no_validation_data(text, tmp_path):
+    ran = run(*TINY, "--data", text, "--val-fraction", 0.0002, "--steps", 2, "--out", tmp_path)
+    assert ran.code == 0 and "validation loss" not in ran.out and not evaluations(tmp_path), ran
+    (tmp_path / "one").write_text("a")
+    assert_one_line(run("eval", "--out", tmp_path, "--data", tmp_path / "one"), "--data")
+
+
+def test_a_very_long_run_has_a_line_for_each_step():
+    record = dict(step=1, epoch=0.0, loss=3.0, lr=0.1, tokens_per_s=1.0)
+    assert program_module.format_record(record, 10**17, 1e17).startswith("step 1/1")
+
+
 def test_without_validation_all_of_the_data_is_trained_on(done):
     ran, out = done("no validation")
     assert ran.code == 0 and "no validation" in ran.out, ran
@@ -627,6 +640,15 @@ def test_a_log_has_no_control_characters_and_a_line_every_ten_steps(done):
     assert ran.err == "" and "\033" not in ran.out and "\r" not in ran.out
     steps = re.findall(r"^step (\d+)/30  epoch .* tokens/s.*  eta ", ran.out, re.MULTILINE)
     assert steps == ["10", "20", "30"]
+
+
+@pytest.mark.parametrize("stream", ["1", "2"])
+def test_training_works_if_its_output_is_closed_from_the_start(text, tmp_path, stream):
+    shell = ["bash", "-c", f'exec "$0" run.py "$@" {stream}>&-', sys.executable]
+    steps = ["--steps", 2, "--eval-every", 1, "--out", tmp_path]
+    ran = run(*TINY, "--data", text, *steps, launcher=shell)
+    assert ran.code == 0 and ran.err == "" and ("Done: 2 steps" in ran.out) == (stream == "2"), ran
+    assert state(tmp_path)["step"] == 2
 
 
 def test_training_continues_without_output_if_the_output_pipe_is_closed(text, tmp_path):
@@ -840,6 +862,17 @@ def all_damaged(place: Place) -> Path:
     return out
 
 
+def pipe(place: Place) -> Path:
+    os.mkfifo(place.folder / "pipe.bin")
+    return place.folder / "pipe.bin"
+
+
+def of_another_program(name: str, place: Place) -> Path:
+    (place.folder / "out").mkdir()
+    (place.folder / "out" / name).write_text('{"model_type": "gpt2"}\n')
+    return place.folder / "out"
+
+
 LATIN = file("latin.txt", b"caf\xe9 " * 999)
 CUDA = ["'cuda'", "cpu"]
 OTHER_DATA = ["/a.txt", "another --out"]
@@ -848,6 +881,13 @@ CASES = {
     "empty file": Case(["--data", file("empty.txt", b"")], ["empty.txt", "empty"]),
     "short file": Case(["--data", file("short.txt", b"only fifteen...")], ["short.txt", "16"]),
     "not utf-8": Case(["--data", LATIN], ["latin.txt", "0xe9 in position 3", "byte"]),
+    "pipe as data": Case(["--data", pipe], ["/pipe.bin", "pipe"]),
+    "config of another program": Case(
+        [], ["--out", "config.json"], out=partial(of_another_program, "config.json")
+    ),
+    "metrics of another program": Case(
+        [], ["--out", "metrics.jsonl"], out=partial(of_another_program, "metrics.jsonl")
+    ),
     "folder as data": Case(["--data", folder], ["/texts", "folder"]),
     "vocab of a text": Case(["--vocab", 100], ["text.txt", "is text", "100"]),
     "unknown tokenizer": Case(
@@ -937,6 +977,35 @@ def test_bad_input_gives_one_line_and_writes_nothing(refused, launch, name):
     assert_one_line(ran, *CASES[name].texts)
     assert unchanged
     assert not (folder / "the code was run").exists()
+
+
+@pytest.mark.parametrize("what", ["a flag", "a checkpoint"])
+def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_path, what):
+    """Ranks started by hand on two machines can have different environments and folders."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = dict(
+        WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}"
+    )
+    if what == "a flag":
+        args = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path / "out"]
+        settings = [{}, {"DDPKIT_DROPOUT": "0.5"}]
+        expected = ["Error: --dropout is not the same on all ranks"]
+    else:
+        args = ["eval", "--data", text]
+        settings = [{"DDPKIT_OUT": f"{tmp_path / rank}"} for rank in "01"]
+        for rank, setting in enumerate(settings):
+            steps = ["--steps", rank + 1, "--out", setting["DDPKIT_OUT"]]
+            assert run(*TINY, "--data", text, *steps).code == 0
+        expected = ["Error: rank 1 found step-00000002-", ", rank 0 step-00000001-"]
+    ranks = [{**common, **s, "RANK": f"{i}", "LOCAL_RANK": f"{i}"} for i, s in enumerate(settings)]
+    with ExitStack() as stack:
+        programs = [stack.enter_context(Program(*args, env=env)) for env in ranks]
+        ended = [program.finish() for program in programs]
+    assert [ran.code for ran in ended] == [1, 2], ended  # rank 1 reports the error
+    lines = [line for ran in ended for line in ran.err.splitlines()]
+    assert len(lines) == 1 and all(text in lines[0] for text in expected), ended
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_gives_one_line_under_torchrun(refused):

@@ -81,6 +81,8 @@ def main(world):
     # All ranks together have 4 micro-batches per step. 4 divides len(train), so no rank runs out of
     # them before the others. That rank would compute one again with weight 0, and a head that is
     # used only there would get the gradient 0 instead of none.
+    if 4 % world.size:
+        raise ValueError(f"{world.size} ranks cannot share 4 micro-batches: use 1, 2 or 4")
     step, accum = 0, 4 // world.size
     for epoch in range(3):
         mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)

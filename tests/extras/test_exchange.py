@@ -7,14 +7,16 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, Ran, ahead, checkpoints, losses, run, same_training, state
+from conftest import ROOT, TINY, Ran, ahead, checkpoints, losses, run, same, same_training, state
 
 import chardata
+import ckpt
 import gpt
 from extras import exchange, export, reader
 
@@ -129,6 +131,21 @@ def test_a_model_that_transformers_saved_gives_the_same_logits(transformers, tmp
     ours = gpt.build(gpt.Config(**found.config), seed=0).eval()
     ours.load_state_dict(found.weights)
     assert_same_logits(theirs.float(), ours)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_files_of_another_model_in_the_folder_are_not_read(tmp_path, in_parts):
+    model, other = of("ids")[1], of("ids")[1]
+    other = other._replace(weights={name: weight + 1 for name, weight in other.weights.items()})
+    write(model, "hf", tmp_path / "a")
+    write(other, "hf", tmp_path / "b")
+    (tmp_path / "b" / "model.safetensors").rename(tmp_path / "a" / "model_old.safetensors")
+    if in_parts:  # the index names the parts
+        (tmp_path / "a" / "model.safetensors").rename(tmp_path / "a" / "model-1.safetensors")
+        names = exchange.load_safetensors(tmp_path / "a" / "model-1.safetensors")[0]
+        index = json.dumps({"weight_map": dict.fromkeys(names, "model-1.safetensors")})
+        (tmp_path / "a" / "model.safetensors.index.json").write_text(index)
+    assert same_model(exchange.read(f"{tmp_path / 'a'}", reader.read), model)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +406,62 @@ def test_a_run_starts_from_an_out_folder_with_unchanged_weights(done, text, tmp_
     assert ran.code == 0, ran
     assert state(tmp_path)["vocabulary"] == state(source)["vocabulary"]
     torch.testing.assert_close(state(tmp_path)["model"], state(source)["model"], rtol=0, atol=1e-8)
+
+
+def start_from(path: Path, storage: Any = ckpt, read: Any = reader.read) -> dict[str, Any]:
+    """Return what exchange.start_state returns, with a loader in place of run.py's."""
+
+    def newest_checkpoint(out: str, load: Any) -> dict[str, Any]:
+        return ckpt.newest(out, load)[0].state
+
+    return exchange.start_state(f"{path}", "out", storage, newest_checkpoint, read)
+
+
+def test_each_checkpoint_of_another_run_is_checked_before_it_is_read(tmp_path):
+    """If one of them could do harm, the one before it is used, as in a resume."""
+    model = of("char")[1]
+    config = {**model.config, "dropout": 0.0}
+    vocabulary = {**model.vocabulary, "vocab": config["vocab"]}
+    for step in (1, 2, 3):
+        whole = {"model": dict(model.weights), "config": config, "vocabulary": vocabulary}
+        ckpt.save(f"{tmp_path}", {**whole, "step": step}, step)
+    (tmp_path / "step-zzz.pt").write_bytes(b"not the name of a checkpoint")
+    newest, loaded = ckpt.list_checkpoints(f"{tmp_path}")[-1], []
+
+    def read(file: Any) -> Any:
+        if file.name.endswith(newest.name):
+            raise ValueError("harmful")
+        return reader.read(file)
+
+    def load(folder: str, entry: ckpt.Entry) -> Any:
+        loaded.append(entry.step)
+        return ckpt.load(folder, entry)
+
+    storage = SimpleNamespace(list_checkpoints=ckpt.list_checkpoints, load=load)
+    assert same(start_from(tmp_path, storage, read)["model"], dict(model.weights)) and loaded == [2]
+
+
+def test_a_folder_beside_the_files_that_looks_like_a_checkpoint_does_not_matter(tmp_path):
+    model = of("ids")[1]
+    write(model, "hf", tmp_path / "a")
+    (tmp_path / "a" / "step-1000").mkdir()
+    assert same(start_from(tmp_path / "a")["model"], dict(model.weights))
+
+
+@pytest.mark.parametrize("flag", ["--init-from", "--tokenizer"])
+def test_a_url_is_refused_and_not_shown(text, tmp_path, flag):
+    url = "ftp://me:doNotSayThis@127.0.0.1:1/tokenizer.json"
+    ran = run(flag, url, "--data", text, "--out", tmp_path / "out")
+    mistaken(ran, flag, "URL")
+    assert "doNotSayThis" not in ran.err + ran.out and not (tmp_path / "out").exists()
+
+
+def test_an_export_to_the_url_of_another_run_is_refused(done, tmp_path):
+    out, theirs = done("gpt2")[1], shutil.copytree(done("modern")[1], tmp_path / "theirs")
+    before = sorted(os.listdir(theirs))
+    ran = run("export", out, "--format", "checkpoint", "-o", f"file://{theirs}")
+    mistaken(ran, f"file://{theirs} exists already")
+    assert sorted(os.listdir(theirs)) == before
 
 
 CONTRADICTIONS = {

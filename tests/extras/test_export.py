@@ -123,6 +123,14 @@ def test_the_sampling_of_nanogpt_finds_the_characters_and_no_code(tmp_path):
         assert [path.name for path in (tmp_path / kind).iterdir()] == ["ckpt.pt"]
 
 
+def test_weights_that_are_not_contiguous_are_exported(tmp_path):
+    model = of("char")[1]
+    name = "blocks.0.qkv.weight"
+    turned = model.weights | {name: model.weights[name].T.contiguous().T}
+    write(model._replace(weights=turned), "safetensors", tmp_path / "a")
+    assert same_model(exchange.read(f"{tmp_path / 'a'}", reader.read), model)
+
+
 @pytest.mark.parametrize("format", ["hf", "nanogpt", "safetensors"])
 def test_an_export_that_fails_in_the_middle_leaves_nothing(tmp_path, monkeypatch, format):
     seen = []

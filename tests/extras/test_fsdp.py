@@ -156,6 +156,26 @@ def evaluation(world, strategy):
     return [evaluate(strategy, model, part, gpt.loss) for part in parts]
 
 
+def batch_norm(world, strategy):
+    """Evaluate with buffers that differ between ranks. Return the means for the same batches,
+    divided over the ranks in two ways.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    replica = distribute(model, world, strategy, [model[0]])
+    for buffer in model.buffers():
+        buffer.fill_(world.rank + 2)
+    batches = [torch.full((3, 4), float(n)) for n in range(4)]
+
+    def loss_fn(model, batch):
+        return model(batch).square().sum(), len(batch)
+
+    return [
+        evaluate(strategy, replica, ordered[world.rank :: world.size], loss_fn)
+        for ordered in (batches, batches[::-1])
+    ]
+
+
 def after_evaluation(world, strategy):
     """Return the bytes of parameters on this rank after an evaluation, and after one that was
     stopped.
@@ -323,7 +343,7 @@ def compress_error(world):
 
 
 JOBS = (held, evaluation, one_nan, resumed, muon, from_rank_0)
-JOBS += (after_evaluation, unequal_micro_batches, own_group)
+JOBS += (after_evaluation, batch_norm, unequal_micro_batches, own_group)
 LARGER = gpt.Config(64, 8, layers=6, heads=2, embd=32)
 
 
@@ -522,6 +542,15 @@ def test_evaluation_is_exact_if_ranks_have_unequal_numbers_of_batches_or_none(
     for result in ranks(size):
         ours = result["evaluation", strategy]
         assert ours == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+@SIZES
+@EACH
+def test_an_evaluation_uses_the_buffers_of_rank_0(ranks, size, strategy):
+    """BatchNorm's statistics differ between ranks, and a checkpoint has those of rank 0."""
+    expected = ranks(1)[0]["batch_norm", "ddp"]
+    for result in ranks(size):
+        assert result["batch_norm", strategy] == pytest.approx(expected, rel=1e-5)
 
 
 @SIZES

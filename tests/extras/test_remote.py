@@ -4,6 +4,7 @@ The URLs are of three kinds: file://, memory:// and an S3 server on this machine
 be slow, to fail and to break off (see the fixture s3 in conftest.py).
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
 from pathlib import Path
 
@@ -276,9 +278,24 @@ def test_a_text_that_cannot_be_uploaded_is_a_warning_and_the_checkpoint_is_there
 
 def test_a_url_with_a_password_is_refused_and_not_repeated(files):
     for call in (files.newest, files.make_folder, remote.download):
-        with pytest.raises(ValueError, match="FSSPEC_FTP_PASSWORD") as caught:
-            call("ftp://me:doNotSayThis@127.0.0.1:1/x")
-        assert "doNotSayThis" not in str(caught.value)
+        for url in (
+            "ftp://me:doNotSayThis@127.0.0.1:1/x",
+            "ftp://me:doNot/SayThis@127.0.0.1:1/x",
+            "ftp://me:doNotSayThis#@127.0.0.1:1/x",
+            "ftp://:doNotSayThis@127.0.0.1:1/x",
+            "simplecache::ftp://me:doNotSayThis@127.0.0.1:1/x",
+            "zip://a.txt::ftp://me:doNotSayThis@127.0.0.1:1/x",
+        ):
+            with pytest.raises(ValueError, match="FSSPEC_FTP_PASSWORD") as caught:
+                call(url)
+            assert not re.search("doNot|SayThis", str(caught.value))
+
+
+def test_an_at_sign_without_a_password_is_allowed(tmp_path, cache):
+    (tmp_path / "a:b@c").write_text("x")
+    assert contents(remote.download(f"file://{tmp_path}/a:b@c")) == [b"x"]
+    with pytest.raises(FileNotFoundError):  # and not ValueError: 1 is a port
+        remote.download("http://127.0.0.1:1/me@home")
 
 
 def test_a_password_comes_from_the_environment(tmp_path):
@@ -356,6 +373,12 @@ def test_half_a_file_of_an_upload_that_failed_is_deleted(files, tmp_path, monkey
     with pytest.raises(OSError, match="gone"):
         files.save(folder, STATE, 2)
     assert len(written) == 1 and list(listed(folder)) == [old.name]
+    # The file of step 1 is complete. A second save of the same state does not touch it.
+    assert files.save(folder, STATE, 1) == old and list(listed(folder)) == [old.name]
+    Path(f"{tmp_path}/out/{old.name}").write_bytes(b"half")
+    with pytest.raises(OSError, match="gone"):
+        files.save(folder, STATE, 1)
+    assert len(written) == 2
 
 
 def test_an_upload_in_parts_that_breaks_off_is_not_there(trials, s3, folder, files):
@@ -438,6 +461,35 @@ def test_a_file_is_downloaded_once_and_again_when_it_was_replaced(url, cache):
     assert first == second and contents(first) == [b"old"]
     put(url, "x", b"newer")
     assert contents(remote.download(f"{url}/x")) == [b"newer"]
+
+
+@pytest.fixture
+def website(tmp_path):
+    """Serve a folder over HTTP. Yields (folder, URL)."""
+    (tmp_path / "site").mkdir()
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=f"{tmp_path}/site")
+    handler.log_message = lambda *_: None
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield tmp_path / "site", f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_file_of_a_website_is_downloaded_again_when_it_was_replaced(website, cache):
+    folder, url = website
+    (folder / "x.txt").write_bytes(b"old")
+    first, second = (remote.download(f"{url}/x.txt") for _ in range(2))
+    assert first == second and contents(first) == [b"old"]
+    (folder / "x.txt").write_bytes(b"new")  # of the same size
+    os.utime(folder / "x.txt", (1e9, 1e9))
+    assert contents(remote.download(f"{url}/x.txt")) == [b"new"]
+
+
+def test_the_query_of_a_url_is_not_a_part_of_the_name(website, cache):
+    folder, url = website
+    np.arange(9, dtype=np.uint16).tofile(folder / "ids.bin")
+    (copy,) = remote.download(f"{url}/ids.bin?download=true&{'signature' * 50}")
+    assert copy.endswith("/ids.bin") and chardata.read([copy], "char").kind == "ids"
 
 
 @pytest.mark.parametrize("fault", ["half", "500"])

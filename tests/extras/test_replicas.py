@@ -98,6 +98,13 @@ def test_the_fingerprint_depends_on_the_order_of_tensors_and_on_each_dtype():
         assert replicas.fingerprint(iter([changed.t()])) == replicas.fingerprint(iter([changed]))
 
 
+def test_the_fingerprint_of_complex_numbers_depends_on_both_parts():
+    values = [torch.tensor([1 + 2j], dtype=torch.complex128) for _ in range(3)]
+    values[1].imag += 1
+    prints = [replicas.fingerprint(iter([value])).item() for value in values]
+    assert prints[0] == prints[2] != prints[1]
+
+
 def test_a_single_process_and_a_group_of_one_compare_nothing():
     model = torch.nn.Linear(2, 2)
     replicas.verify_replicas(model, [torch.optim.SGD(model.parameters())])

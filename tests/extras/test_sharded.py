@@ -215,6 +215,50 @@ def wrong(world, folder, files):
     return messages
 
 
+def buffers(world, folder, files):
+    """Save buffers that differ between ranks; return those of the checkpoint, and of this rank
+    after the restore.
+
+    torch.compile wraps DDP here: neither may change the names.
+    """
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    names = [*model.state_dict()]
+    for buffer in model.buffers():
+        buffer.fill_(world.rank + 1)
+    replica = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    out = f"{folder}/buffers {world.size}"
+    save(out, torch.compile(replica, backend="eager"), [], files)()
+    dist.barrier()
+    saved = load(only(out))["model"]
+    assert [*saved] == names
+    files.restore_(load(only(out), None), replica, [])
+    return [
+        [b.flatten()[0].item() for b in (saved[n], dict(model.named_buffers())[n])]
+        for n in dict(model.named_buffers())
+    ]
+
+
+def refused(world, folder, files):
+    """Return the messages for values that a sharded checkpoint cannot have."""
+
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    messages = []
+    for model, more in (
+        (Extra(1, 1), {}),
+        (nn.Linear(1, 1), {"scheduler": {"milestones": {3: 1}}}),
+        (nn.Linear(1, 1), {"mean": torch.ones(1)}),
+    ):
+        with pytest.raises(ValueError) as caught:
+            files.snapshot(model, [], **more)
+        messages.append(f"{caught.value}")
+    with pytest.raises(FileNotFoundError) as missing:
+        files.check_shared_folder(f"{folder}/missing")
+    return [*messages, f"{missing.value}"]
+
+
 def every_job(folder, world):
     if world.size == 1:
         return None
@@ -222,7 +266,7 @@ def every_job(folder, world):
     files.check_shared_folder(folder)
     write(world, folder, files)
     found = {"read": read(world, folder, files, 3)}
-    for job in (few_rows, full, nan, columns, apart, wrong):
+    for job in (few_rows, full, nan, columns, apart, wrong, buffers, refused):
         found[job.__name__] = job(world, folder, files)
     return found
 
@@ -241,6 +285,25 @@ SIZES = pytest.mark.parametrize("size", [2, 3])
 WRITERS = pytest.mark.parametrize(
     "writer", [f"{s} {n} {o}" for s in STRATEGIES for n in (2, 3) for o, _ in KINDS]
 )
+
+
+@SIZES
+def test_buffers_that_differ_between_ranks_are_those_of_rank_0(ranks, size):
+    for result in ranks[0](size):
+        assert result["buffers"] == [[1.0, 1.0]] * 6
+
+
+@SIZES
+def test_values_that_json_would_change_and_a_missing_folder_are_errors_on_all_ranks(ranks, size):
+    for result in ranks[0](size):
+        extra, scheduler, mean, missing = result["refused"]
+        assert "_extra_state is not a tensor" in extra and "scheduler" in scheduler
+        assert "mean" in mean and "missing" in missing
+
+
+def test_a_storage_that_writes_no_shards_restores_without_communication():
+    """Ranks that do not see the folder take ckpt.py, and those that do must do the same."""
+    assert sharded.storage(ckpt, reader.read, write_sharded=False).restore_ is ckpt.restore_
 
 
 @WRITERS
