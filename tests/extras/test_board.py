@@ -63,6 +63,13 @@ def test_a_line_that_was_cut_off_is_left_out_and_files_of_others_stay(tmp_path):
     assert shown(tmp_path) == {"loss": [(1, 2.5)]}
 
 
+def test_lines_that_are_not_metrics_are_left_out(tmp_path):
+    board = pytest.importorskip("extras.board")
+    lines = ["[1, 2]", "5", "null", '{"loss": 1.0}', '{"step": 2, "loss": "x", "lr": 0.5}']
+    board.write_events("\n".join(lines), f"{tmp_path}")
+    assert shown(tmp_path) == {"lr": [(2, 0.5)]}
+
+
 @pytest.mark.parametrize("out", ["missing", "memory://bucket/out"])
 def test_what_is_not_a_folder_is_one_line(tmp_path, out):
     pytest.importorskip("tensorboard")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import TINY, Ran, ahead, checkpoints, metrics, run
 
+import ckpt
 import gpt
 from extras import describe
 
@@ -141,6 +142,11 @@ def test_info_and_export_take_the_folder_of_the_training_from_the_environment(tm
     for command in (["info"], ["export", "--format", "hf", "-o", tmp_path / "hf"]):
         ran = run(*command, env={"DDPKIT_OUT": f"{tmp_path}/mine"})
         mistaken(ran, f"{tmp_path}/mine: there is no checkpoint")
+
+
+def test_info_of_a_checkpoint_of_another_program_is_an_error_of_one_line(tmp_path):
+    ckpt.save(f"{tmp_path}", {"model": {"w": torch.ones(1)}}, 3)
+    mistaken(run("info", tmp_path), "not written by run.py")
 
 
 def test_info_of_an_empty_folder_is_an_error_of_one_line(tmp_path):

@@ -34,6 +34,16 @@ def test_the_command_line_wins_over_the_environment_and_the_environment_over_the
     assert {key: config[key] for key in expected} == expected
 
 
+def test_a_command_takes_the_folder_from_the_file_but_not_other_flags(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text(f'out = "{tmp_path}/mine"\nseed = 5\n')
+    starts = [["--config", file], {}], [[], {"DDPKIT_CONFIG": f"{file}"}]
+    for command in ("sample", "eval", "info"):
+        for flag, env in starts:
+            ran = run(*flag, command, env=env)
+            assert ran.code == 2 and f"{tmp_path}/mine: there is no checkpoint" in ran.err, ran
+
+
 def test_config_json_has_the_peak_rate_and_its_source_and_mfu_is_relative_to_it(text, tmp_path):
     ran = run(*TINY, "--data", text, "--out", tmp_path, "--steps", 10)
     assert ran.code == 0, ran
@@ -77,6 +87,13 @@ MISTAKES = {
         ["a.toml", "'batchsize'", "batch_size"],
     ),
     "old key": (["--config", "{toml}"], {}, "tokens = 'byte'", ["a.toml", "'tokens'", "tokenizer"]),
+    "no flag": (["--config", "{toml}"], {}, "version = true", ["a.toml", "'version'"]),
+    "a flag twice": (
+        ["--config", "{toml}"],
+        {},
+        "log-every = 7\nlog_every = 9",
+        ["a.toml", "log", "twice"],
+    ),
     "no number": (["--config", "{toml}"], {}, 'clip = "much"', ["--clip", "'much'"]),
     "missing option": (["export"], {}, "", ["--format", "hf", "safetensors"]),
     "missing package": (["--data", "gs://a/b.txt"], {}, "", ["gcsfs"]),

@@ -3,7 +3,9 @@
 `every_job` runs once for each number of ranks. The tests check what its ranks returned.
 """
 
+import copy
 import os
+import pickle
 from itertools import islice
 
 import numpy as np
@@ -173,6 +175,35 @@ def test_it_takes_what_an_optimizer_takes():
 def test_other_parameters_than_matrices_are_an_error(wrong):
     with pytest.raises(ValueError, match="2D"):
         Muon([nn.Parameter(torch.zeros(wrong))])
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_works_as_the_original(how):
+    ours, optimizer = trained()
+    optimizer.dtype = torch.float64
+    again = how(optimizer)
+    theirs = again.param_groups[0]["params"]
+    assert again.dtype == torch.float64 and not again.distribute
+    for p, q in zip(theirs, ours):
+        p.grad = q.grad.clone()  # pickle leaves gradients out
+    optimizer.step()
+    again.step()
+    assert theirs[0] is not ours[0] and all(map(torch.equal, theirs, ours))
+
+
+def test_what_it_cannot_compute_is_an_error_before_a_parameter_changes():
+    matrix = nn.Parameter(torch.ones(2, 2))
+    later, imaginary = nn.Parameter(torch.ones(2, 2, 2)), nn.Parameter(torch.ones(2, 2) * 1j)
+    for wrong in (imaginary, later):
+        optimizer = Muon([matrix])
+        optimizer.param_groups[0]["params"].append(wrong)
+        matrix.grad, wrong.grad = torch.ones_like(matrix), torch.ones_like(wrong)
+        with pytest.raises(RuntimeError, match="real matrices"):
+            optimizer.step()
+    matrix.grad = torch.ones(2, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="dense"):
+        Muon([matrix]).step()
+    assert torch.equal(matrix, torch.ones(2, 2))
 
 
 # --- steps that are skipped ---

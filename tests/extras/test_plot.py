@@ -126,6 +126,13 @@ def test_the_figure_shows_the_metrics(done):
     assert list(drawn.axes[3].get_lines()[0].get_ydata()) == [line["lr"] for line in training]
 
 
+def test_a_dollar_sign_in_a_name_is_no_formula(tmp_path):
+    run = plot.parse("do$lar^$x", '{"step": 1, "tokens": 9, "loss": 2.0}\n', "{}")
+    plot.draw([run], f"{tmp_path}/a.svg")
+    names = [text.get_text() for text in plot.figure([run]).legends[0].get_texts()]
+    assert names == [r"do\$lar^\$x"] and (tmp_path / "a.svg").stat().st_size
+
+
 def parsed(out: Path) -> plot.Run:
     return plot.parse(
         str(out), (out / "metrics.jsonl").read_text(), (out / "config.json").read_text()

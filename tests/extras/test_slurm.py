@@ -139,6 +139,9 @@ def test_the_number_of_tasks_on_this_node_is_read_from_slurms_notation(counts, n
         ("a,b", "a"),
         ("gpu-a[10-12],cpu[1-2]", "gpu-a10"),
         ("login,node[1-2]", "login"),
+        ("n[1-2]-ib", "n1-ib"),
+        ("rack[1-2]n[3-4],login", "rack1n3"),
+        ("r1-[3,5]n2", "r1-3n2"),
         ("n1.cluster.org,n2.cluster.org", "n1.cluster.org"),
     ],
 )
@@ -176,6 +179,7 @@ def test_a_task_that_sees_only_its_own_gpu_has_local_rank_0(monkeypatch):
             "SLURM_NTASKS": "2",
         },  # the batch script of a job
         {**TASK, "RANK": "7"},  # torchrun, started by srun
+        {**TASK, "SLURM_STEP_NUM_TASKS": "1"},  # a shell: run.py --spawn must work in it
     ],
 )
 def test_a_process_that_is_no_task_or_has_a_rank_already_is_left_alone(env):

@@ -194,6 +194,19 @@ def test_decoding_ids_one_by_one_gives_the_text(text):
     assert all("\ufffd" not in piece for piece in pieces)
 
 
+def test_characters_of_several_byte_tokens_are_decoded_one_by_one():
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    model = tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
+    made = tokenizers.Tokenizer(model)
+    made.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    text = "\ufffd😀漢é\ufffdx\ufffd\ufffd" * 9
+    found = made.encode(text).ids
+    assert len(found) == len(text.encode())
+    assert "".join(tokenizer.decode(found, "tokenizer", made.to_str())) == text
+
+
 def test_text_after_invalid_characters_is_decoded():
     broken = [*ids("漢", WORDS["GPT-2"])[:1] * 9, *ids("and then", WORDS["GPT-2"])]
     assert "".join(tokenizer.decode(broken, "tokenizer", WORDS["GPT-2"])).endswith("then")
@@ -243,6 +256,9 @@ def test_a_run_with_a_tokenizer_continues_without_the_file(made, cache, tmp_path
     assert np.load(tokens).tolist() == ids(text.read_text(), WORDS["GPT-2"])
 
     path.write_text(json.dumps(json.loads(trained(size=300))))
+    # Another tokenizer in the place of the old one is an error only if the user names it.
+    told = run("eval", "--out", out, "--data", text)
+    assert told.code == 0 and "loss" in told.out, told
     mistaken(
         run(*flags, "--out", out, "--steps", 9),
         f"--tokenizer {path}",
