@@ -34,8 +34,8 @@ def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIO
     line win over it. Before a command, it holds for the flags that the command shares with the
     group.
     prefix: environment variables that begin with PREFIX_ must be flags of the group or of its
-    commands. Numbers must not be nan, which click's ranges accept, nor above LIMIT if their range
-    has no end.
+    commands. Numbers, also of commands, must not be nan, which click's ranges accept, nor above
+    LIMIT if their range has no end.
     sections: maps the name of the first flag of each section to the title of the section.
     """
     known = [f"{param.name}" for param in group.params if param.expose_value]
@@ -53,20 +53,29 @@ def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIO
     config.is_eager, config.expose_value = True, False
     group.params.append(config)
     setattr(group, "format_options", _format_options(group, sections))
-    invoke: Callable[[click.Context], Any] = group.invoke
+    _before(group, lambda ctx: check_environment(group, prefix))
+    for command in (group, *group.commands.values()):
+        _before(command, check_numbers)
+
+
+def _before(command: click.Command, check: Callable[[click.Context], None]) -> None:
+    """Make the command call check(context) before it runs."""
+    invoke: Callable[[click.Context], Any] = command.invoke
 
     def check_and_invoke(ctx: click.Context) -> Any:
-        check_environment(group, prefix)
-        for param in group.params:
-            value, limit = (
-                ctx.params.get(f"{param.name}"),
-                getattr(param.type, "max", None) or LIMIT,
-            )
-            if isinstance(value, (int, float)) and not value <= limit:  # nan is not
-                raise click.UsageError(f"{param.opts[0]} {value} must be a number up to {limit:g}")
+        check(ctx)
         return invoke(ctx)
 
-    setattr(group, "invoke", check_and_invoke)
+    setattr(command, "invoke", check_and_invoke)
+
+
+def check_numbers(ctx: click.Context) -> None:
+    """Raise UsageError if a flag of the context's command is nan or too large."""
+    for param in ctx.command.params:
+        value = ctx.params.get(f"{param.name}")
+        limit = getattr(param.type, "max", None) or LIMIT
+        if isinstance(value, (int, float)) and not value <= limit:  # nan is not
+            raise click.UsageError(f"{param.opts[0]} {value} must be a number up to {limit:g}")
 
 
 def _format_options(

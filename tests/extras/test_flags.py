@@ -95,6 +95,7 @@ MISTAKES = {
         ["a.toml", "log", "twice"],
     ),
     "no number": (["--config", "{toml}"], {}, 'clip = "much"', ["--clip", "'much'"]),
+    "nan for a command": (["sample", "--temperature", "nan"], {}, "", ["--temperature nan"]),
     "missing option": (["export"], {}, "", ["--format", "hf", "safetensors"]),
     "missing package": (["--data", "gs://a/b.txt"], {}, "", ["gcsfs"]),
 }
