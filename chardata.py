@@ -87,7 +87,7 @@ def list_files(data: str) -> list[str]:
     The pattern can contain "**" for folders at any depth, for example "data/**/*.txt". If a file
     with exactly the name `data` exists, `data` is not a pattern. Raises FileNotFoundError if there
     is no such file. A folder, and a pattern that also matches a folder, are refused: they raise
-    IsADirectoryError. A pipe or a device raises OSError.
+    IsADirectoryError. What is not a regular file, such as a pipe, raises OSError.
     """
     names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
@@ -96,7 +96,7 @@ def list_files(data: str) -> list[str]:
         if os.path.isdir(name):
             raise IsADirectoryError(f"{name}: is a folder; name its files, like '{name}/*.txt'")
         if not os.path.isfile(name):
-            raise OSError(f"{name}: is not a file; a pipe or a device cannot be read")
+            raise OSError(f"{name}: is not a regular file")
     return names
 
 

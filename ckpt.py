@@ -374,11 +374,11 @@ def newest(
     for entry in reversed(list_checkpoints(folder)):
         try:
             return Found(entry, load(folder, entry)), rejected
-        except PermissionError:
-            raise
         except (OSError, ValueError) as error:
             if entry not in list_checkpoints(folder):  # another process has deleted it meanwhile
                 return newest(folder, load, list_checkpoints)
+            if isinstance(error, PermissionError):
+                raise
             rejected.append(f"{entry.name}: {error}")
     if rejected:
         raise ValueError(f"{folder}: no checkpoint can be used; {'; '.join(rejected)}")
@@ -469,7 +469,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another process may have renamed it meanwhile
     return file
 
 

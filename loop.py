@@ -116,7 +116,9 @@ def train_(
     scaler: the caller saves and restores its state.
     seed: for each step, torch's random generators are seeded with a hash of (seed, step, rank). So
         a resumed run draws the same numbers, for example for dropout, as a run that was not
-        interrupted. Between two steps the generators are as train_ found them (but not on MPS).
+        interrupted. Between two steps the generators are as train_ found them (but not on MPS). So
+        what a caller draws there, such as a DataLoader with shuffle=True, does not follow from
+        `seed`, and is the same on all ranks if they began with the same torch.manual_seed.
     stop: is called once per step on each rank. If it returns true on any rank, report.stop is true
         on all.
     patience: if the loss or the gradient norm is not finite, a step changes no weight and no
@@ -217,11 +219,12 @@ def _seed(device: torch.device, *numbers: int) -> None:
     """Seed the generators of the CPU and of `device` with a hash of `numbers`."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
     seed = int.from_bytes(digest.digest(), "little")
-    if device.type == "cpu":
-        # not torch.manual_seed: it seeds the generators of all devices, which takes 0.2 ms
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+    # not torch.manual_seed: it seeds the generators of all devices, which takes 0.2 ms
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
 
 
 def _backward_(
@@ -340,6 +343,7 @@ def evaluate(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # DDP's forward pass may send buffers, such as BatchNorm statistics, from rank 0 to the
         # other ranks. It would hang if the ranks have different numbers of batches. So send here.
+        model._assign_modules_buffers()  # updates the list modules_buffers
         if model.broadcast_buffers and model.modules_buffers:
             model._sync_buffers()
         model = model.module

@@ -225,7 +225,8 @@ def train(flags: Flags, given: set[str]) -> int:
         rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
         # Ranks with different flags, for example from the environment, would train on wrong data.
         # Only paths may differ, because each machine can have its own.
-        ours = {name: getattr(flags, name) for name in given - {"data", "out", "init_from"}}
+        shared = given - {"data", "out", "init_from", "tokenizer"}
+        ours = {name: getattr(flags, name) for name in shared}
         theirs = ddp_setup.from_rank_zero(lambda: ours, world)
         for name, _ in sorted(ours.items() ^ theirs.items()):
             raise ValueError(f"--{name.replace('_', '-')} is not the same on all ranks")
@@ -646,7 +647,8 @@ def prepare_folder(
     again. config: for config.json.
     """
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
-    if not step and metrics + old and '"val_fraction"' not in old:
+    foreign = old and '"val_fraction"' not in old or metrics and '{"step": ' not in metrics
+    if foreign and not step:
         raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
     lock: object = storage.lock(out)

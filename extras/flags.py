@@ -111,7 +111,7 @@ def read_toml(path: str, known: Iterable[str]) -> dict[str, Any]:
             values = tomllib.load(file).items()
             config = {key.replace("-", "_"): f"{value}" for key, value in values}
             if len(config) < len(values):
-                raise ValueError("a flag, such as log-every, stands twice, with - and with _")
+                raise ValueError("a flag is given twice, once with - and once with _")
     except (OSError, ValueError, RecursionError) as error:
         what = error.strerror if isinstance(error, OSError) else error
         raise click.UsageError(f"--config {path}: {what}") from None

@@ -117,7 +117,14 @@ def _send_from_rank_0_(part: nn.Module, filled: set[int]) -> None:
     for tensor in chain(part.parameters(), part.buffers()):
         # A DTensor was divided as a part of its own.
         if not isinstance(tensor, DTensor) and id(tensor) not in filled:
-            dist.broadcast(tensor.detach(), 0)
+            _broadcast_(tensor.detach())
+
+
+def _broadcast_(tensor: Tensor) -> None:
+    """Replace a tensor by that of rank 0."""
+    dense = tensor.contiguous()  # dist sends memory, without regard to strides
+    dist.broadcast(dense, 0)
+    tensor.copy_(dense)
 
 
 @contextmanager
@@ -176,7 +183,7 @@ def pad_batches(
     returned loss function belongs to the returned batches: for an added batch it returns a sum of 0
     and a count of 0. When the iteration ends or is given up, `model` frees the parameters that it
     gathered in its forward passes, as a backward pass would have done. All ranks use the buffers of
-    rank 0, because that is what a checkpoint has.
+    rank 0, because a checkpoint contains those.
     timeout: see pad_steps.
     """
     return _padded_batches(model, batches, timeout), partial(_padded_loss, loss_fn)
@@ -189,9 +196,7 @@ def _padded_batches(model: nn.Module, batches: Iterable[Any], timeout: float) ->
         with _cpu_group(timeout) as group:
             if dist.is_initialized():
                 for buffer in model.buffers():
-                    dense = buffer.contiguous()  # dist sends memory, without regard to strides
-                    dist.broadcast(dense, 0)
-                    buffer.copy_(dense)
+                    _broadcast_(buffer)
             spare = _lend_first(first, group)
             for batch in chain(first, batches):
                 _largest(1, group)

@@ -62,8 +62,9 @@ class Muon(torch.optim.Muon):
         self._step_supports_amp_scaling = True  # step itself uses grad_scale and found_inf
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copy and pickle keep: all attributes. Optimizer would keep only its own."""
-        return {**self.__dict__, **super().__getstate__()}
+        """Return what copy and pickle keep. Optimizer would leave out the attributes of Muon."""
+        names = "dtype", "distribute", "_step_supports_amp_scaling"
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -72,11 +73,12 @@ class Muon(torch.optim.Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(p.is_complex() or p.grad.is_sparse or p.ndim != 2 for p in found):
+            raise RuntimeError("Muon needs dense, real matrices and gradients")
         grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if any(p.is_complex() or p.grad.is_sparse or p.ndim != 2 for p in params):
-                raise RuntimeError("Muon needs dense, real matrices and gradients")
             for p in params:
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)

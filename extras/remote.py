@@ -82,19 +82,19 @@ def _save(
     """Write a checkpoint to a temporary local folder and upload it, after the texts.
 
     An upload that fails may leave a part of the file where the file system is not an object store.
-    That part is deleted if possible; otherwise its digest does not match its name. A complete file
-    that is there already is not written again: its name contains the digest of the content.
+    That part is deleted if possible; otherwise its digest does not match its name. A file that is
+    there already and verifies is not written again, because a failure would delete it.
     """
     with tempfile.TemporaryDirectory() as local:
         entry = ckpt.save(local, state, step, loss)
         _make_folder(url)
         _upload_texts(texts, url)
         with _file_system(url) as (fs, path):
-            source, target = f"{local}/{entry.name}", f"{path}/{entry.name}"
+            target = f"{path}/{entry.name}"
             fs.invalidate_cache()
-            if not fs.exists(target) or fs.size(target) != os.path.getsize(source):
+            if not fs.exists(target) or not _verifies(ckpt, url, entry):
                 try:
-                    fs.put_file(source, target)
+                    fs.put_file(f"{local}/{entry.name}", target)
                 except BaseException:
                     with suppress(Exception):  # there may be no file, or no connection
                         fs.rm_file(target)
@@ -112,6 +112,15 @@ def _load(ckpt: ModuleType, url: str, entry: Any) -> dict[str, Any]:
                 fs.get_file(f"{path}/{entry.name}", f"{local}/{entry.name}")
         state: dict[str, Any] = ckpt.load(local, entry)  # refuses a sharded checkpoint
     return state
+
+
+def _verifies(ckpt: ModuleType, url: str, entry: Any) -> bool:
+    """Return whether a checkpoint that is at a URL can be used."""
+    try:
+        _load(ckpt, url, entry)
+    except ValueError:
+        return False
+    return True
 
 
 class _NoAnswer(Exception):
@@ -250,9 +259,11 @@ def download(url: str) -> list[str]:
 
 def _copy_once(fs: Any, name: str, folder: str) -> str:
     """Return the local copy of a file; make it if no process has made it yet."""
-    # The end of the name says what the file contains. A URL of http can have a query after it.
+    # The end of the name says what the file contains. In a URL of http, a query can follow the path,
+    # or contain the name.
     path = urlsplit(name).path if "://" in name else name
-    copy = os.path.join(folder, os.path.basename(path)[-100:])
+    path = path if os.path.splitext(path)[1] else name
+    copy = os.path.join(folder, os.path.basename(path)[-100:] or "data")
     part = f"{copy}.{socket.gethostname()}.part"  # some file systems lock per host only
     os.makedirs(folder, exist_ok=True)
     try:
@@ -282,6 +293,17 @@ def _check_size(fs: Any, name: str, copy: str) -> None:
 # ------------------------------------------------------------------------------------------ errors
 
 
+def _has_password(url: str) -> bool:
+    """Return whether a URL, or a part of a chained one (simplecache::ftp://...), has a password.
+
+    What is between the first ":" and the last "@" is one, unless it begins with a port or belongs
+    to the path. It can contain "/" and "#".
+    """
+    rests = (part.partition("://")[2] for part in url.split("::"))
+    users = (rest.rpartition("@")[0] for rest in rests)
+    return any(re.match(r"[^/?#]*:(?!\d*[/?#])", user) for user in users)
+
+
 @contextmanager
 def _file_system(url: str) -> Iterator[tuple[Any, str]]:
     """Give (fsspec file system, path) of a URL, and turn its errors into OSError.
@@ -289,8 +311,7 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
     That error is of the class OSError itself, so that it can be told from FileNotFoundError. The
     packages of file systems have retried by then, as often as their own settings say.
     """
-    # Also in a chained URL (simplecache::ftp://USER:PASSWORD@HOST). Digits before "/" are a port.
-    if re.search(r"://[^/@\s]*:(?!\d*/)[^@]*@", url):
+    if _has_password(url):
         raise ValueError(
             "a URL must not contain a password, because URLs are written to logs and checkpoints: "
             "set an environment variable, such as FSSPEC_FTP_PASSWORD for ftp"

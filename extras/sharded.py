@@ -167,12 +167,11 @@ def snapshot(model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
     more: ValueError unless JSON can represent the values: dicts whose keys are text, lists, text,
         numbers, bool, None.
     """
-    try:
-        unchanged = json.loads(json.dumps(more)) == more
-    except (TypeError, ValueError):
-        unchanged = False
-    if not unchanged:
-        raise ValueError(f"JSON cannot represent the values of {', '.join(more)}")
+    for name, value in more.items():
+        if not _is_json(value):
+            raise ValueError(
+                f"JSON cannot represent {name}, so a sharded checkpoint cannot have it"
+            )
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = _state_tensors(model, optimizers)
     names, first = _names(model)
@@ -186,6 +185,15 @@ def snapshot(model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
         for o in optimizers
     ]
     return {"tensors": copies, "manifest": {"names": names, "optimizers": groups, "state": more}}
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether a value is the same after it was written and read as JSON."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(part) for key, part in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 def write(
@@ -408,8 +416,13 @@ def restore_(ckpt: ModuleType, state: State, model: nn.Module, optimizers: Optim
     if not paths[0]:
         ckpt.restore_(state, model, optimizers)
         return
-    if not os.path.isdir(paths[0]):
-        raise ValueError(f"rank {dist.get_rank()} does not see it; all ranks must share the folder")
+    seen: list[Any] = [os.path.isdir(paths[0])]
+    if dist.is_initialized():
+        seen = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, os.path.isdir(paths[0]))
+    if not all(seen):
+        rank = seen.index(False)
+        raise ValueError(f"rank {rank} does not see {paths[0]}; all ranks must share the folder")
     manifest, saved = read_manifest(ckpt, Path(paths[0]))
     count = len(manifest["optimizers"])
     if count != len(optimizers):

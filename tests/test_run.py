@@ -881,7 +881,7 @@ CASES = {
     "empty file": Case(["--data", file("empty.txt", b"")], ["empty.txt", "empty"]),
     "short file": Case(["--data", file("short.txt", b"only fifteen...")], ["short.txt", "16"]),
     "not utf-8": Case(["--data", LATIN], ["latin.txt", "0xe9 in position 3", "byte"]),
-    "pipe as data": Case(["--data", pipe], ["/pipe.bin", "pipe"]),
+    "pipe as data": Case(["--data", pipe], ["/pipe.bin", "not a regular file"]),
     "config of another program": Case(
         [], ["--out", "config.json"], out=partial(of_another_program, "config.json")
     ),
@@ -1005,7 +1005,8 @@ def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_pa
     assert [ran.code for ran in ended] == [1, 2], ended  # rank 1 reports the error
     lines = [line for ran in ended for line in ran.err.splitlines()]
     assert len(lines) == 1 and all(text in lines[0] for text in expected), ended
-    assert not (tmp_path / "out").exists()
+    if what == "a flag":
+        assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_gives_one_line_under_torchrun(refused):

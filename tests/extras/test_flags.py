@@ -92,7 +92,7 @@ MISTAKES = {
         ["--config", "{toml}"],
         {},
         "log-every = 7\nlog_every = 9",
-        ["a.toml", "log", "twice"],
+        ["a.toml", "given twice"],
     ),
     "no number": (["--config", "{toml}"], {}, 'clip = "much"', ["--clip", "'much'"]),
     "nan for a command": (["sample", "--temperature", "nan"], {}, "", ["--temperature nan"]),

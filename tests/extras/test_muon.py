@@ -177,10 +177,15 @@ def test_other_parameters_than_matrices_are_an_error(wrong):
         Muon([nn.Parameter(torch.zeros(wrong))])
 
 
+def abs_plus_one(step):
+    return abs(step) + 1
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_a_copy_works_as_the_original(how):
     ours, optimizer = trained()
     optimizer.dtype = torch.float64
+    torch.optim.lr_scheduler.LambdaLR(optimizer, abs_plus_one)  # it replaces the method step
     again = how(optimizer)
     theirs = again.param_groups[0]["params"]
     assert again.dtype == torch.float64 and not again.distribute

@@ -283,6 +283,8 @@ def test_a_url_with_a_password_is_refused_and_not_repeated(files):
             "ftp://me:doNot/SayThis@127.0.0.1:1/x",
             "ftp://me:doNotSayThis#@127.0.0.1:1/x",
             "ftp://:doNotSayThis@127.0.0.1:1/x",
+            "ftp://me@work.com:doNotSayThis@127.0.0.1:1/x",
+            "ftp://my name:doNotSayThis@127.0.0.1:1/x",
             "simplecache::ftp://me:doNotSayThis@127.0.0.1:1/x",
             "zip://a.txt::ftp://me:doNotSayThis@127.0.0.1:1/x",
         ):
@@ -294,8 +296,13 @@ def test_a_url_with_a_password_is_refused_and_not_repeated(files):
 def test_an_at_sign_without_a_password_is_allowed(tmp_path, cache):
     (tmp_path / "a:b@c").write_text("x")
     assert contents(remote.download(f"file://{tmp_path}/a:b@c")) == [b"x"]
-    with pytest.raises(FileNotFoundError):  # and not ValueError: 1 is a port
-        remote.download("http://127.0.0.1:1/me@home")
+    for url in (
+        "http://127.0.0.1:1/me@home",  # 1 is a port
+        "http://127.0.0.1:1?mail=me@home",
+        "http://[::1]:1/me@home",
+        "zip://a:b.txt::memory://bucket/me@home",
+    ):
+        assert not remote._has_password(url)
 
 
 def test_a_password_comes_from_the_environment(tmp_path):
@@ -375,7 +382,8 @@ def test_half_a_file_of_an_upload_that_failed_is_deleted(files, tmp_path, monkey
     assert len(written) == 1 and list(listed(folder)) == [old.name]
     # The file of step 1 is complete. A second save of the same state does not touch it.
     assert files.save(folder, STATE, 1) == old and list(listed(folder)) == [old.name]
-    Path(f"{tmp_path}/out/{old.name}").write_bytes(b"half")
+    path = Path(f"{tmp_path}/out/{old.name}")
+    path.write_bytes(bytes(path.stat().st_size))  # damaged
     with pytest.raises(OSError, match="gone"):
         files.save(folder, STATE, 1)
     assert len(written) == 2
@@ -490,6 +498,10 @@ def test_the_query_of_a_url_is_not_a_part_of_the_name(website, cache):
     np.arange(9, dtype=np.uint16).tofile(folder / "ids.bin")
     (copy,) = remote.download(f"{url}/ids.bin?download=true&{'signature' * 50}")
     assert copy.endswith("/ids.bin") and chardata.read([copy], "char").kind == "ids"
+    (folder / "index.html").write_bytes(bytes(8))
+    for query, end in (("?file=ids.bin", "ids.bin"), ("?id=3", "?id=3"), ("", "")):
+        (copy,) = remote.download(f"{url}/{query}")
+        assert copy.endswith(end) and contents([copy]) == [bytes(8)]
 
 
 @pytest.mark.parametrize("fault", ["half", "500"])
