@@ -259,8 +259,8 @@ def download(url: str) -> list[str]:
 
 def _copy_once(fs: Any, name: str, folder: str) -> str:
     """Return the local copy of a file; make it if no process has made it yet."""
-    # The end of the name says what the file contains. In a URL of http, a query can follow the path,
-    # or contain the name.
+    # The end of the name says what the file contains. In a URL of http, a query can follow the
+    # path, or contain the name.
     path = urlsplit(name).path if "://" in name else name
     path = path if os.path.splitext(path)[1] else name
     copy = os.path.join(folder, os.path.basename(path)[-100:] or "data")
