@@ -28,6 +28,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -938,6 +939,7 @@ def main() -> None:
     """
     for name in ("stdout", "stderr"):  # Python sets a closed stream to None.
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
+    warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
     gc.disable()  # During the imports it would take 0.5 s and find nothing. train enables it.
     faulthandler.enable()  # prints where a fatal signal came, for example SIGBUS from a mapped file
     code = FAILED

@@ -226,7 +226,8 @@ def main():
             model(torch.ones(4, 8)).sum().backward()
             assert not any_rank(False, world)
         assert from_rank_zero(lambda: "a", world) == "a"
-        wait_together(lambda: print("finished", world.rank, flush=True), world)
+        # one write, because the ranks print at the same time
+        wait_together(lambda: print(f"finished {world.rank}\\n", end="", flush=True), world)
 
 if __name__ == "__main__":
     sys.exit(spawn(main, 2) if "--spawn" in sys.argv else main())
