@@ -642,6 +642,12 @@ def test_a_log_has_no_control_characters_and_a_line_every_ten_steps(done):
     assert steps == ["10", "20", "30"]
 
 
+def test_a_warning_of_a_module_is_one_line():
+    code = "import run, warnings; run.cli.main = lambda **_: warnings.warn('a text'); run.main()"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "Warning: a text\n")
+
+
 @pytest.mark.parametrize("stream", ["1", "2"])
 def test_training_works_if_its_output_is_closed_from_the_start(text, tmp_path, stream):
     shell = ["bash", "-c", f'exec "$0" run.py "$@" {stream}>&-', sys.executable]
