@@ -229,8 +229,8 @@ def train(flags: Flags, given: set[str]) -> int:
         shared = given - {"data", "out", "init_from", "tokenizer"}
         ours = {name: getattr(flags, name) for name in shared}
         theirs = ddp_setup.from_rank_zero(lambda: ours, world)
-        for name, _ in sorted(ours.items() ^ theirs.items()):
-            raise ValueError(f"--{name.replace('_', '-')} is not the same on all ranks")
+        if different := {name for name, _ in ours.items() ^ theirs.items()}:
+            raise ValueError(f"--{min(different).replace('_', '-')} is not the same on all ranks")
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 

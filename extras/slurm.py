@@ -75,8 +75,9 @@ def tasks_on_node(env: MutableMapping[str, str]) -> int:
 
 def first_host(env: MutableMapping[str, str]) -> str:
     """Return the first host of the step, where rank 0 runs. SLURM writes "n[07-9]" for n07-n09."""
-    first = re.match(r"(\[.*?\]|[^,\[])*", text(env, "SLURM_STEP_NODELIST"))
-    return re.sub(r"\[(\d*).*?\]", r"\1", first[0]) if first else ""
+    # Cut at the first comma outside of brackets, then keep the first number in each bracket.
+    first = re.sub(r",(?![^\[]*\]).*", "", text(env, "SLURM_STEP_NODELIST"))
+    return re.sub(r"\[(\d*).*?\]", r"\1", first)
 
 
 def port(env: MutableMapping[str, str]) -> int:

@@ -217,16 +217,8 @@ def run_on_ranks(function: Callable[..., None], size: int, *args: str) -> None:
     processes = []
     with tempfile.TemporaryFile() as errors:
         for rank in range(size):
-            launcher = dict(
-                RANK=f"{rank}",
-                LOCAL_RANK=f"{rank}",
-                WORLD_SIZE=f"{size}",
-                LOCAL_WORLD_SIZE=f"{size}",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=f"{store.port}",
-                TORCHELASTIC_USE_AGENT_STORE="True",
-                PYTHONPATH=f"{ROOT}",
-            )
+            launcher = launch_variables(rank, size, store.port)
+            launcher |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": f"{ROOT}"}
             processes.append(
                 warm.Process(
                     warm_server(),
@@ -240,6 +232,21 @@ def run_on_ranks(function: Callable[..., None], size: int, *args: str) -> None:
         codes = [process.wait() for process in processes]
         errors.seek(0)
         assert codes == [0] * size, errors.read().decode()
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def launch_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return the variables of one of `size` ranks on this machine."""
+    numbers = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    return {name: f"{number}" for name, number in numbers.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+    }
 
 
 @contextmanager

@@ -41,6 +41,8 @@ from conftest import (
     ahead,
     checkpoints,
     contents,
+    free_port,
+    launch_variables,
     losses,
     metrics,
     run,
@@ -991,11 +993,7 @@ def test_bad_input_gives_one_line_and_writes_nothing(refused, launch, name):
 @pytest.mark.parametrize("what", ["a flag", "a checkpoint"])
 def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_path, what):
     """Ranks started by hand on two machines can have different environments and folders."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    common = dict(
-        WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}"
-    )
+    port = free_port()
     if what == "a flag":
         args = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path / "out"]
         settings = [{}, {"DDPKIT_DROPOUT": "0.5"}]
@@ -1007,7 +1005,7 @@ def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_pa
             steps = ["--steps", rank + 1, "--out", setting["DDPKIT_OUT"]]
             assert run(*TINY, "--data", text, *steps).code == 0
         expected = ["Error: rank 1 found step-00000002-", ", rank 0 step-00000001-"]
-    ranks = [{**common, **s, "RANK": f"{i}", "LOCAL_RANK": f"{i}"} for i, s in enumerate(settings)]
+    ranks = [{**launch_variables(i, 2, port), **s} for i, s in enumerate(settings)]
     with ExitStack() as stack:
         programs = [stack.enter_context(Program(*args, env=env)) for env in ranks]
         ended = [program.finish() for program in programs]

@@ -26,6 +26,8 @@ from conftest import (
     Program,
     Ran,
     checkpoints,
+    free_port,
+    launch_variables,
     losses,
     metrics,
     run,
@@ -280,7 +282,7 @@ def test_no_kind_of_program_ends_with_an_error_at_its_exit(trials, short, tmp_pa
         environments: list[dict[str, str | None]] = [{"OMP_NUM_THREADS": "1"}]
         if not launcher:
             launcher, port = fresh, free_port()
-            environments = [launch_variables(rank, port) for rank in range(2)]
+            environments = [{**launch_variables(rank, 2, port)} for rank in range(2)]
         with ExitStack() as stack:
             programs = [
                 stack.enter_context(Program(*flags, launcher=launcher, env=env, root=root))
@@ -292,18 +294,6 @@ def test_no_kind_of_program_ends_with_an_error_at_its_exit(trials, short, tmp_pa
         assert all(out.count(text) == 1 for text in expected), (number, ended)
 
     trials("200 exits of each of 8 kinds of programs", trial, few=3, many=1600)
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def launch_variables(rank: int, port: int) -> dict[str, str | None]:
-    """Return the variables of one of two ranks that a person starts without a launcher."""
-    values = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port)
-    return {"MASTER_ADDR": "127.0.0.1", **{name: f"{value}" for name, value in values.items()}}
 
 
 # --------------------------------------------------------- a collective that some ranks do not reach
