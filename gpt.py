@@ -2,7 +2,7 @@
 
     model = build(Config(vocab=65, block_size=256, layers=6, heads=6, embd=384), seed=0)
     loss_sum, count = loss(model, (x, y))  # x and y: (B, T) int64
-    for token in islice(sample(model, prompt), 100):
+    for token in islice(sample(model.eval(), prompt), 100):
         print(int(token))
 
 There are two architectures. `arch="gpt2"` is exactly GPT-2 (Radford et al., 2019). `arch="modern"`
@@ -407,28 +407,24 @@ def flops_per_token(config: Config) -> int:
 
 @torch.no_grad()
 def sample(
-    model: GPT,
-    prompt: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    generator: torch.Generator | None = None,
+    model: GPT, prompt: Tensor, *, temperature: float = 1.0, top_k: int = 0
 ) -> Iterator[Tensor]:
     """Generate one token after another, without end, for one prompt or for a batch of prompts.
 
     prompt: (B, T) int64, or (T,) for a single one, on any device. Only the last block_size tokens
-        are used. ValueError if it is empty, at the first next() and not at the call.
-    temperature, top_k, generator: see sample_token.
+        are used.
+    temperature, top_k: see sample_token.
     Yields the next token of each prompt: (B,) int64 on the device of the model; (1,) for a single
-    prompt.
+    prompt. ValueError, at the first next() and not at the call, if the prompt is empty or the model
+    is not in evaluation mode: call model.eval() before.
 
     After the prompt, each token costs the computation of one position, because keys and values are
     cached. But when the context has more than block_size tokens, only its last ceil(block_size / 2)
-    tokens are kept, and these are processed again from position 0. The first next() puts the model
-    into evaluation mode. It stays in this mode, which you must not change, until the iterator that
-    this function returned is closed or deleted; this restores the old mode of each submodule. So do
-    not use a second iterator of the same model at the same time.
+    tokens are kept, and these are processed again from position 0. Tokens are drawn from torch's
+    global generator for the model's device, which torch.manual_seed seeds.
     """
+    if model.training:  # then there would be dropout, and no caches with checkpoint_activations
+        raise ValueError("the model is in training mode; call model.eval() before")
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")
     config, weight, start = model.config, model.embedding.weight, 0
@@ -441,31 +437,22 @@ def sample(
         config.block_size,
         config.embd // config.heads,
     )
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        while True:
-            end = context.shape[1]
-            logits = model(context[:, start:], caches=caches[..., :end, :], start=start)[:, -1]
-            tokens = sample_token(logits, temperature, top_k, generator)
-            context, start = torch.cat((context, tokens[:, None]), 1), end
-            yield tokens
-            if end == config.block_size:
-                context, start = context[:, end // -2 :], 0  # the last ceil(block_size / 2) tokens
-    finally:
-        for module, training in modes:
-            module.training = training
+    while True:
+        end = context.shape[1]
+        logits = model(context[:, start:], caches=caches[..., :end, :], start=start)[:, -1]
+        tokens = sample_token(logits, temperature, top_k)
+        context, start = torch.cat((context, tokens[:, None]), 1), end
+        yield tokens
+        if end == config.block_size:
+            context, start = context[:, end // -2 :], 0  # the last ceil(block_size / 2) tokens
 
 
-def sample_token(
-    logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None
-) -> Tensor:
+def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     """Draw one token from each row of logits (B, V). Return (B,) int64.
 
     temperature: the logits are divided by it. 0 returns the most likely token and draws nothing.
     top_k: keep only the top_k most likely tokens, and those as likely as the last of them; 0 keeps
         all.
-    generator: on the device of the logits. None: torch's global generator.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -474,4 +461,4 @@ def sample_token(
         logits = logits.masked_fill(logits < smallest, -math.inf)
     # The largest logit becomes 0, so that a very small temperature cannot cause an overflow.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).flatten()
+    return torch.multinomial(logits.softmax(-1), 1).flatten()

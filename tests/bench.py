@@ -666,7 +666,7 @@ def start_up() -> Iterator[Row]:
 def sampling() -> Iterator[Row]:
     """Compare sampling with cached keys and values with computing the whole context each time."""
     for shape in (LARGE, SMALL):
-        model, _ = make_model(shape)
+        model = make_model(shape)[0].eval()
         prompt, count = torch.zeros(1, dtype=torch.int64, device=DEVICE), shape.T - 1
         taken = medians(
             {
@@ -684,7 +684,7 @@ def sampling() -> Iterator[Row]:
 def sample_without_cache(model: gpt.GPT, tokens: Tensor, count: int) -> Tensor:
     """Return the tokens (T,) and `count` generated ones, (T + count,) int64."""
     for _ in range(count):
-        token = gpt.sample_token(model(tokens[None])[0, -1], 1.0, 0, None)
+        token = gpt.sample_token(model(tokens[None])[0, -1], 1.0, 0)
         tokens = torch.cat((tokens, tokens.new_tensor([token])))
     return tokens
 

@@ -668,13 +668,13 @@ def test_dropout_is_random_in_training_and_off_in_evaluation(arch):
 # ----------------------------------------------------------------------------------------- sampling
 
 
-def sample_without_a_cache(model, prompt, temperature, generator):
+def sample_without_a_cache(model, prompt, temperature):
     """Follow the rule of `sample`: cut a context of more than block_size tokens to its last half."""
     size = model.config.block_size
     context = prompt[-size:].tolist()
     while True:
         logits = model(torch.tensor([context]))[0, -1]
-        context.append(int(gpt.sample_token(logits, temperature, 0, generator)))
+        context.append(int(gpt.sample_token(logits, temperature, 0)))
         yield context[-1]
         if len(context) > size:
             context = context[-((size + 1) // 2) :]
@@ -694,12 +694,10 @@ def test_sampling_with_and_without_a_cache_gives_the_same_tokens(
     block_size, prompt, arch, temperature
 ):
     model, prompt = random_model(arch, block_size=block_size), random_tokens(prompt)
-    settings = (
-        {"temperature": temperature, "generator": torch.Generator().manual_seed(0)}
-        for _ in range(2)
-    )
-    with_cache = sampled(model, prompt, 50, **next(settings))
-    without = [*islice(sample_without_a_cache(model, prompt, **next(settings)), 50)]
+    torch.manual_seed(0)
+    with_cache = sampled(model, prompt, 50, temperature=temperature)
+    torch.manual_seed(0)
+    without = [*islice(sample_without_a_cache(model, prompt, temperature), 50)]
     assert with_cache == without
     assert temperature == 0 or len(set(without)) > 4
 
@@ -739,35 +737,25 @@ def test_sampling_computes_the_logits_of_the_last_token_only():
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_sampling_has_no_dropout_and_does_not_disable_gradients(arch):
-    model, prompt = random_model(arch, dropout=0.5).train(), random_tokens(3)
+    model, prompt = random_model(arch, dropout=0.5), random_tokens(3)
     expected = sampled(random_model(arch), prompt, 20, temperature=0)
     tokens = gpt.sample(model, prompt, temperature=0)
     assert [int(next(tokens)) for _ in range(20)] == expected
     assert torch.is_grad_enabled()
 
 
-def test_sampling_restores_training_mode():
-    model = random_model("modern").train()
-    list(islice(gpt.sample(model, random_tokens(3)), 5))
-    assert model.training
+def test_sampling_from_a_model_in_training_mode_is_an_error():
+    with pytest.raises(ValueError, match="training mode; call model.eval"):
+        next(gpt.sample(random_model("modern").train(), random_tokens(3)))
 
 
-def test_sampling_restores_the_mode_of_each_block():
-    model = random_model("modern").train()
-    model.blocks[0].eval()
-    list(islice(gpt.sample(model, random_tokens(3)), 2))
-    assert model.training and not model.blocks[0].training and model.blocks[1].training
-
-
-def test_sampled_tokens_depend_only_on_the_generator():
+def test_sampled_tokens_depend_only_on_the_seed():
     def draw(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return sampled(model, random_tokens(3), 30, temperature=2.0, generator=generator)
+        torch.manual_seed(seed)
+        return sampled(model, random_tokens(3), 30, temperature=2.0)
 
     model = random_model("gpt2")
-    before = torch.get_rng_state()
     assert draw(0) == draw(0) != draw(1)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
@@ -793,8 +781,8 @@ def distribution(temperature, top_k):
 )
 def test_token_frequencies_follow_temperature_and_top_k(temperature, top_k):
     expected, n = distribution(temperature, top_k), 2000
-    generator = torch.Generator().manual_seed(0)
-    drawn = gpt.sample_token(LOGITS.expand(n, 6), temperature, top_k, generator)
+    torch.manual_seed(0)
+    drawn = gpt.sample_token(LOGITS.expand(n, 6), temperature, top_k)
     counts = Counter(drawn.tolist())
     assert counts.keys() == expected.keys()
     statistic = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in expected.items())
@@ -805,17 +793,16 @@ def test_token_frequencies_follow_temperature_and_top_k(temperature, top_k):
 
 def test_each_row_of_logits_has_its_own_largest_ones():
     logits = torch.stack((LOGITS, LOGITS.roll(1), -LOGITS))
-    tokens = [gpt.sample_token(logits, 5.0, 2, None) for _ in range(100)]
+    tokens = [gpt.sample_token(logits, 5.0, 2) for _ in range(100)]
     rows = zip(*(token.tolist() for token in tokens), strict=True)
     assert [{*row} for row in rows] == [{1, 5}, {2, 0}, {2, 4}]
-    assert gpt.sample_token(logits, 0, 2, None).tolist() == [1, 2, 2]
+    assert gpt.sample_token(logits, 0, 2).tolist() == [1, 2, 2]
 
 
 def test_temperature_0_takes_the_most_likely_token_and_draws_nothing():
-    generator = torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    assert gpt.sample_token(LOGITS, 0, 3, generator) == 1
-    assert torch.equal(generator.get_state(), before)
+    before = torch.get_rng_state()
+    assert gpt.sample_token(LOGITS, 0, 3) == 1
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_sample_passes_its_settings_to_sample_token():
@@ -828,13 +815,14 @@ def test_sample_passes_its_settings_to_sample_token():
 
 def test_sample_draws_with_temperature_1_from_all_tokens_by_default():
     model, prompt = random_model("modern"), random_tokens(4)
-    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-    plain = sampled(model, prompt, 30, generator=generators[0])
-    assert plain == sampled(model, prompt, 30, temperature=1.0, top_k=0, generator=generators[1])
+    torch.manual_seed(0)
+    plain = sampled(model, prompt, 30)
+    torch.manual_seed(0)
+    assert plain == sampled(model, prompt, 30, temperature=1.0, top_k=0)
 
 
 def test_a_tiny_temperature_does_not_overflow():
-    assert gpt.sample_token(LOGITS * 1e10, 1e-40, 0, None) == 1
+    assert gpt.sample_token(LOGITS * 1e10, 1e-40, 0) == 1
 
 
 def test_gradients_of_many_parts_are_not_accumulated_in_bfloat16():

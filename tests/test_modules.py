@@ -21,7 +21,7 @@ USES = {
         model = gpt.build(gpt.Config(vocab=5, block_size=4, layers=1, heads=1, embd=4), seed=0)
         loss_sum, count = gpt.loss(model, (torch.zeros(2, 4).long(), torch.ones(2, 4).long()))
         assert count == 8 and loss_sum.requires_grad
-        assert next(gpt.sample(model, torch.tensor([1]))) < 5
+        assert next(gpt.sample(model.eval(), torch.tensor([1]))) < 5
     """,
     "chardata": """
         corpus = chardata.read(chardata.list_files(__file__), "char")

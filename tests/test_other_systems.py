@@ -328,7 +328,8 @@ def test_training_on_mps_uses_no_float64(monkeypatch, tmp_path, arch, scaled):
             found = ckpt.newest(folder)[0].state
             ckpt.restore_(found, replica, optimizers)
             assert {next(model.parameters()).device.type, world.device.type} == {device}
-            return values, found, [*islice(gpt.sample(model, torch.tensor([1]), temperature=0), 9)]
+            tokens = gpt.sample(model.eval(), torch.tensor([1]), temperature=0)
+            return values, found, [*islice(tokens, 9)]
 
     expected = train("cpu")
     with PretendMps(), Without64():
