@@ -155,11 +155,10 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     first of them raises ValueError, and the others of them raise SystemExit. Ranks that have their
     device wait for the group until the launcher or `timeout` ends them.
 
-    These side effects stay after the block: the current CUDA device, torch's number of threads and
-    glibc's settings for freed memory (on a CPU), and, if all ranks are on one Linux machine, the
-    environment variable GLOO_SOCKET_IFNAME ("lo", unless it was set before). With several ranks,
-    TORCH_FR_BUFFER_SIZE is set, unless it was set before. Under torchrun on Linux, the kernel kills
-    this process when torchrun ends.
+    These side effects stay after the block: the current CUDA device, torch's number of threads (on
+    a CPU), and, if all ranks are on one Linux machine, the environment variable GLOO_SOCKET_IFNAME
+    ("lo", unless it was set before). With several ranks, TORCH_FR_BUFFER_SIZE is set, unless it was
+    set before. Under torchrun on Linux, the kernel kills this process when torchrun ends.
     """
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -233,26 +232,12 @@ def _select_device(name: str, env: World) -> torch.device:
         raise ValueError(f"device {name!r} is not available; available: {', '.join(kinds)}")
     if name == "cpu":
         torch.set_num_threads(max(1, available_cpus() // env.local_size))
-        _keep_freed_memory()
     elif name == "cuda":
         if env.local_rank >= torch.cuda.device_count():
             raise ValueError(f"local rank {env.local_rank} has no GPU: start one rank per GPU")
         name = f"cuda:{env.local_rank}"
         torch.cuda.set_device(name)  # NCCL uses the current device when the group starts.
     return torch.device(name)
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory for the next allocation.
-
-    Otherwise glibc returns the memory of activations to the system and requests it again in the
-    next step, which takes up to 20 % of a step on a CPU.
-    """
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        # M_MMAP_THRESHOLD: blocks below 128 MiB come from the heap. Old versions of glibc refuse
-        # more than 32 MiB.
-        libc.mallopt(-3, 1 << 27) or libc.mallopt(-3, 1 << 25)
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink.
 
 
 def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:

@@ -186,26 +186,6 @@ def alone(monkeypatch):
     torch.set_num_threads(threads)
 
 
-PAGE_FAULTS = """
-import resource, torch, ddp_setup
-faults = []
-with ddp_setup.process_group("cpu"):
-    for _ in range(20):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(3 << 22)  # 48 MiB, which are 12288 pages
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(sorted(faults)[10])
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
-def test_freed_memory_is_not_requested_from_the_system_again():
-    ran = subprocess.run(
-        [sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, **START
-    )
-    assert ran.returncode == 0 and int(ran.stdout) < 100, ran
-
-
 def test_a_single_process_has_no_process_group_and_uses_the_same_functions(alone):
     with ddp_setup.process_group("cpu") as world:
         assert world == ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))
