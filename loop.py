@@ -137,11 +137,10 @@ def train_(
         were scaled wrongly, and this update has been made (on CUDA also that of the next step):
         discard the model. A rank that declared 0 does not raise.
     ValueError: the list of micro-batches of a step is empty. It is raised on that rank only.
-    ValueError: the last micro-batch of a step did not use all parameters, and
+    RuntimeError, from torch: the last micro-batch of a step did not use all parameters, and
         find_unused_parameters=True was not given to DistributedDataParallel, so that gradients are
         not the mean over the ranks. It is raised before the update, on the ranks where this
-        happened. (If an earlier micro-batch of the step used the missing parameters, torch's
-        RuntimeError is raised.)
+        happened.
     If only some ranks raise, the others wait for them in a collective until it times out. So a rank
     that raised should end.
 
@@ -265,16 +264,7 @@ def _backward_(
     # This method of DistributedDataParallel raises RuntimeError if some gradients were not
     # synchronised. torch calls it only in the next forward pass, after the update. A model without
     # this method is not checked: bool() does nothing.
-    try:
-        getattr(model, "_check_reducer_finalized", bool)()
-    except RuntimeError:
-        unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        if not unused:  # for example, only an earlier micro-batch used a parameter
-            raise
-        raise ValueError(
-            f"the loss does not use all parameters in each step ({', '.join(unused[:3])}): "
-            "DistributedDataParallel needs find_unused_parameters=True"
-        ) from None
+    getattr(model, "_check_reducer_finalized", bool)()
     return sums
 
 

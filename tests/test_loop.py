@@ -319,7 +319,7 @@ def unused_parameters(world):
     try:
         for _ in loop.train_(replica, [sgd(model)], steps, squares):
             reports.append(weights(model))
-    except ValueError as caught:
+    except RuntimeError as caught:
         error = str(caught)
     changed = any(not value.equal(reports[-1][name]) for name, value in weights(model).items())
     return error, len(reports), changed
@@ -445,10 +445,7 @@ def test_unused_parameters_are_an_error_before_the_update_except_on_one_rank(ran
             assert (error, reports) == ("", 2)
         else:
             assert (reports, changed) == (1, False)
-            assert error == (
-                "the loss does not use all parameters in each step (module.1.weight, "
-                "module.1.bias): DistributedDataParallel needs find_unused_parameters=True"
-            )
+            assert "find_unused_parameters=True" in error
 
 
 @pytest.mark.parametrize(("declared", "counted"), [(20, 2), (2, 20), (3, 2)])
