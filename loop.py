@@ -56,7 +56,6 @@ class Report:
 
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient of the global batch, before clipping
-    lr: float  # learning rate of the first parameter group of the first optimizer
     count: Tensor  # what the loss function counted, on all ranks that did not declare the count 0
     # number of steps since the start of train_ that were skipped, because the loss or the gradient
     # was not finite
@@ -170,9 +169,8 @@ def train_(
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if lr_at is not None:
-            for group in groups:
+            for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
                 # A number of numpy could not be saved: torch.load(weights_only=True) refuses it.
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * float(lr_at(step))
         weight = world_size / total if total else 0.0
@@ -188,7 +186,7 @@ def train_(
         read = to_host(torch.stack([*sums[1:], in_a_row]))
         unread.append(partial(_read_flags, read, step + 1, total, patience))
         stopping = unread.pop(0)()
-        yield step + 1, Report(loss, norm, float(groups[0]["lr"]), sums[1], skipped, stopping)
+        yield step + 1, Report(loss, norm, sums[1], skipped, stopping)
     for read_flags in unread:
         read_flags()
 

@@ -225,7 +225,9 @@ def gpt_trainer(folder: str, text: str) -> None:
         state = ckpt.newest(folder)[0].state if world.rank == 0 else {}
         ckpt.restore_(state, again, [torch.optim.AdamW(again.parameters())])
         reloaded = loop.evaluate(again, chardata.every_window(val, **share), gpt.loss)
-        Path(folder, f"{world.rank}.json").write_text(json.dumps([val_loss, reloaded, report.lr]))
+        Path(folder, f"{world.rank}.json").write_text(
+            json.dumps([val_loss, reloaded, optimizer.param_groups[0]["lr"]])
+        )
 
 
 def test_a_gpt_trains_under_torchrun_and_its_checkpoint_has_the_trained_weights(
