@@ -32,7 +32,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import chain, islice, tee
@@ -116,7 +116,7 @@ def option(default: T, help: str, type: object = None, **more: object) -> T:
     type: a click type, or a list of the possible values.
     """
     type = click.Choice(type) if isinstance(type, list) else type
-    more = {"help": help, "type": type, "is_flag": default is False, **more}
+    more = {"default": default, "help": help, "type": type, "is_flag": default is False, **more}
     return field(default=default, metadata=more)
 
 
@@ -874,17 +874,15 @@ def evaluate(out: str, device: str, data: str | None) -> None:
 # ------------------------------------------------------------------------------------ command line
 
 
-def click_arguments(flag: Field[Any]) -> dict[str, Any]:
-    """Return the arguments of the click option of a field of Flags."""
-    names = ["--" + flag.name.replace("_", "-")]  # the metadata of --compile replaces them
-    return {"param_decls": names, "default": flag.default, **flag.metadata}
-
-
 @click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)
 @click.group(
     "run.py",
     commands=[sample, evaluate],
-    params=[click.Option(**click_arguments(flag)) for flag in fields(Flags)],
+    # The metadata of --compile has param_decls of its own.
+    params=[
+        click.Option(**{"param_decls": ["--" + f.name.replace("_", "-")], **f.metadata})
+        for f in fields(Flags)
+    ],
     invoke_without_command=True,
     context_settings={
         "auto_envvar_prefix": "DDPKIT",
