@@ -86,15 +86,15 @@ def list_files(data: str) -> list[str]:
 
     The pattern can contain "**" for folders at any depth, for example "data/**/*.txt". If a file
     with exactly the name `data` exists, `data` is not a pattern. Raises FileNotFoundError if there
-    is no such file. OSError if a name is not a regular file, such as a pipe, or a folder, also one
-    that the pattern matches.
+    is no such file. OSError if `data` is, or the pattern matches, something else than a regular
+    file, such as a folder or a pipe.
     """
     names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
         raise FileNotFoundError(f"{data}: no such file, and no file matches this pattern")
     for name in names:
         if not os.path.isfile(name):
-            raise OSError(f"{name}: is not a regular file; of a folder, name '{name}/*.txt'")
+            raise OSError(f"{name}: is not a regular file; for a folder, give '{name}/*.txt'")
     return names
 
 

@@ -174,7 +174,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
     store = _connect_to_store(env, address, timeout)
-    exit_request, block_ended, main = None, threading.Event(), threading.get_ident()
+    exit_request, main = None, threading.get_ident()
+    joined, block_ended = threading.Event(), threading.Event()
     try:
         # A program can use process_group several times. Each group needs its own keys in the store.
         # Each rank counts its groups, so all ranks get the same number for the same group.
@@ -184,8 +185,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         # The watcher has its own connection, because a request of the main thread may block the
         # first one.
         connection = store.clone()  # type: ignore[attr-defined]
-        watch = functools.partial(_watch_ranks, env, connection, timeout, cuda, main, block_ended)
-        watcher = _in_thread(watch)
+        watcher = _in_thread(
+            lambda: _watch_ranks(env, connection, timeout, cuda, main, joined, block_ended)
+        )
         try:
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
@@ -196,6 +198,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
                 timeout=timedelta(seconds=2 * timeout),
                 device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
             )
+            joined.set()
             yield env._replace(device=chosen)
         except SystemExit as error:
             if error.code:
@@ -322,9 +325,11 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
     store gets at most 6 seconds to answer. `store` must have only the keys of this process group,
     because an earlier group may have failed too.
     """
-    # torch.distributed raises Dist...Error, but gloo raises a bare RuntimeError with these texts.
-    texts = "^Dist|gloo|Connection (closed|reset)|Application timeout caused pair closure"
-    consequence = isinstance(error, RuntimeError) and re.search(texts, repr(error))
+    # torch.distributed raises DistError, but gloo raises a bare RuntimeError with these texts. The
+    # first one is a part of the names of gloo's source files.
+    texts = "/gloo/|Application timeout caused pair closure"
+    from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
+    consequence = from_gloo or isinstance(error, dist.DistError)
 
     def claim_report() -> list[str]:
         """Raise SystemExit if another rank reports, else return the ranks that have not failed.
@@ -355,6 +360,7 @@ def _watch_ranks(
     timeout: float,
     cuda: bool,
     main: int,
+    joined: threading.Event,
     block_ended: threading.Event,
 ) -> None:
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
@@ -402,7 +408,7 @@ def _watch_ranks(
             # too low. The list of collectives then says that all of them have ended ("retired").
             entries = json.loads(dump(True, False)).get("entries", [])
             waiting = not all(entry["retired"] for entry in entries)
-        waiting = waiting or not dist.is_initialized()
+        waiting = waiting or not joined.is_set()
         count = 0
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)
@@ -464,11 +470,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     model = model.to(world.device)
     if world.size == 1:
         return model
-    replica = nn.parallel.DistributedDataParallel(
-        model,
-        gradient_as_bucket_view=True,  # Gradients are views of what DDP sends: no copies.
-        **ddp,
-    )
+    # Gradients are views of what DDP sends: no copies.
+    settings = {"gradient_as_bucket_view": True, **ddp}
+    replica = nn.parallel.DistributedDataParallel(model, **settings)
     if not (replica.find_unused_parameters or replica.static_graph):
         # DDP divides the gradients into buckets anew after its first backward pass. The buckets
         # decide in which order the gradients of three or more ranks are added. So the first step of
@@ -477,8 +481,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         # buckets. With static_graph, this pass would be taken for the first step.)
         # prepare_for_backward replaces the forward pass; []: expect all gradients.
         replica.reducer.prepare_for_backward([])
-        zeros = [0.0 * p.sum().real for p in model.parameters() if p.requires_grad]
-        torch.stack(zeros).sum().backward()
+        with torch.enable_grad():
+            zeros = [0.0 * p.sum().real for p in model.parameters() if p.requires_grad]
+            torch.stack(zeros).sum().backward()
         model.zero_grad()
     return replica
 
@@ -508,8 +513,9 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     reading from slow storage: here the timeout does not apply. If a rank dies, the others fail as
     in any collective. If a call hangs, all ranks wait for it.
 
-    With several ranks, the call runs in a second thread. It must not use torch.distributed. It must
-    name its GPU (world.device), because the current CUDA device of a new thread is GPU 0.
+    With several ranks, the call runs in a second thread. It must not use torch.distributed. What
+    torch sets for a thread, such as torch.no_grad() and autocast, must be set in the call. The call
+    must name its GPU (world.device), because the current CUDA device of a new thread is GPU 0.
     """
     if world.size == 1:
         return call()
@@ -550,19 +556,24 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
     handles signals only when the call returns. The worker processes of a DataLoader do not have
     these handlers (a forked worker keeps those of SIGINT and SIGUSR1). So Ctrl-C or another signal
-    to all processes can end them: see extras/tutorial/stream.py for what to do.
+    to all processes can end them: see extras/tutorial/stream.py for what to do. Any other forked
+    child ends with exit code 143 at SIGTERM, and ignores the other two.
 
     notice: a line for the user, because the end of a step can take a while. Rank 0 prints it on
         stderr when it receives the first SIGINT, if stderr is a terminal.
 
-    A signal that arrived before, while it was blocked (signal.pthread_sigmask), is delivered when
-    the `with` block begins. When the block ends, the previous handlers are restored, but the
+    Of two such blocks, one inside the other, only the inner one notices a signal; spawn has one
+    too. A signal that arrived before, while it was blocked (signal.pthread_sigmask), is delivered
+    when the `with` block begins. When the block ends, the previous handlers are restored, but the
     signals stay unblocked, even if they were blocked before. Only the main thread can use this
     function. On Windows, no signal that another process sends can be caught.
     """
-    received = list[int]()
+    received, owner = list[int](), os.getpid()
 
     def handle(number: int, _: object) -> None:
+        # A forked child inherits this handler, but Process.terminate() must end it.
+        if number == signal.SIGTERM and os.getpid() != owner:
+            os._exit(128 + number)
         received.append(number)
         if received.count(signal.SIGINT) > 1:
             os._exit(130)
@@ -589,11 +600,12 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
-    Each process is a rank and must use process_group. The stop signals are blocked in it until it
-    uses stop_signals. `fn` must be a function at the top level of a module, and `args` must be
-    picklable. Only the main thread can call spawn. Linux and macOS only. The script needs
-    `if __name__ == "__main__":`, because each rank imports the script again. ValueError on
-    Windows, and if `fn` or `args` have a function or class that is defined in a notebook.
+    Each process is a rank and must use process_group. The stop signals are blocked in it, and in
+    processes that it starts, until it uses stop_signals. `fn` must be a function at the top level
+    of a module, and `args` must be picklable. Only the main thread can call spawn. Linux and macOS
+    only. The script needs `if __name__ == "__main__":`, because each rank imports the script again.
+    ValueError on Windows, and if `fn` or `args` have a function or class that is defined in a
+    notebook.
 
     A rank prints the traceback of its exception and ends with 1. When a rank has ended with another
     code than 0, the others get 4 seconds to end and are then killed. When this process gets a stop
@@ -695,8 +707,11 @@ def _run_rank(
         MASTER_PORT=f"{port}",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # of a torchrun that started the parent
     try:
         fn(*args)
+    except KeyboardInterrupt:  # torch's function that calls this one would exit with 0
+        sys.exit(130)
     except Exception:
         print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr)
         sys.exit(1)

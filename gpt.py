@@ -300,17 +300,14 @@ def build(config: Config, seed: int | None, checkpoint_activations: bool = False
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
-    for name in config._fields[:5]:  # from vocab to embd
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; must be at least 1")
+    if min(config[:5]) < 1 or not 0 <= config.dropout < 1:  # [:5]: from vocab to embd
+        raise ValueError(f"{config}: sizes must be at least 1, and dropout from 0 to below 1")
     if config.embd % config.heads:
         raise ValueError(f"embd {config.embd} is not divisible by heads {config.heads}")
     if config.embd // config.heads % 2 and ARCHS[config.arch].rotary:
         raise ValueError(
             f"embd / heads is {config.embd // config.heads}; rotary positions need an even number"
         )
-    if not 0 <= config.dropout < 1:
-        raise ValueError(f"dropout is {config.dropout}; must be at least 0 and below 1")
     with torch.device("meta"):
         model = GPT(config, checkpoint_activations)
     if seed is not None:

@@ -553,6 +553,9 @@ def load_data(
         # If this is an error on some ranks only, process_group ends the others.
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
+        kinds = [corpus.kind, saved["vocabulary"]["kind"] if saved else corpus.kind]
+        if kinds[0] != kinds[1] and {*kinds} != {"ids", "tokenizer"}:
+            raise ValueError(f"is {kinds[0]}; the model needs {kinds[1]}")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
             raise ValueError(
                 f"is not that of the run in {flags.out}; name other data, or another --out"
@@ -854,10 +857,6 @@ def evaluate(out: str, device: str, data: str | None) -> None:
             state.pop("data")  # the digest of the run's own data
         flags = merge_saved_flags(Flags(out=out), set(), state)
         corpus, _, plan = load_data(flags, set(), state, world)
-        if corpus.kind != state["vocabulary"]["kind"]:
-            raise ValueError(
-                f"--data {data}: is {corpus.kind}; the model needs {state['vocabulary']['kind']}"
-            )
         if not plan.tokens:
             raise ValueError("the run has no validation data; name other data with --data")
         loss = validate(model, plan, world, flags, getattr(torch, flags.dtype))

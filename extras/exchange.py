@@ -89,13 +89,18 @@ def start_state(
         raise ValueError(f"--init-from {path} is the folder of --out; choose another --out")
 
     def load_checked(folder: str, entry: Any) -> dict[str, Any]:
-        """Refuse a file that could do harm, before ckpt.load reads it."""
+        """Load a checkpoint. ValueError if it could do harm, or is not a model as `read` wants."""
         file = Path(folder, entry.name)
         if file.is_file():  # otherwise it is sharded, and extras/sharded.py reads it with `load`
             with open(file, "rb") as opened:
                 load(opened)
-        state: dict[str, Any] = storage.load(folder, entry)
-        return state
+        state = storage.load(folder, entry)
+        try:
+            model = check_model(state["config"], state["vocabulary"], state["model"])
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"has a wrong format: {error!r}") from error
+        vocabulary = {**model.vocabulary, "vocab": model.config["vocab"]}
+        return {"model": model.weights, "config": model.config, "vocabulary": vocabulary}
 
     if storage.list_checkpoints(path):
         state = newest_checkpoint(path, load=load_checked)
@@ -164,6 +169,13 @@ def from_gpt2(weights: dict[str, Tensor], heads: Any, conv1d: bool) -> Model:
         raise ValueError("lm_head.weight differs from wte.weight; in GPT-2 they are the same")
     config = infer_config("gpt2", heads, len(ours["positions.weight"]), ours)
     return Model(config, {"kind": "ids", "chars": ""}, ours)
+
+
+def check_model(config: Any, vocabulary: Any, weights: dict[str, Any]) -> Model:
+    """Return a model with the sizes of its weights. ValueError if its parts do not fit."""
+    check_weights(weights)
+    sizes = infer_config(config["arch"], config["heads"], config["block_size"], weights)
+    return Model(sizes, check_vocabulary(vocabulary, sizes["vocab"]), weights)
 
 
 def check_weights(weights: dict[str, Any]) -> None:
@@ -262,13 +274,10 @@ def read_nanogpt(path: Path, load: Callable[[BinaryIO], Any]) -> Model:
 def read_safetensors(path: Path) -> Model:
     """Read a .safetensors of export.py, whose header has the config and the vocabulary."""
     weights, header = load_safetensors(path)
-    check_weights(weights)
     if "ddpkit" not in header:
         raise ValueError("its header has no config; for a model of Hugging Face name the folder")
     about = json.loads(header["ddpkit"])
-    c = about["config"]
-    config = infer_config(c["arch"], c["heads"], c["block_size"], weights)
-    return Model(config, check_vocabulary(about["vocabulary"], config["vocab"]), weights)
+    return check_model(about["config"], about["vocabulary"], weights)
 
 
 def load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -37,6 +37,8 @@ def write(
     if format != "safetensors" and config["arch"] != "gpt2":
         arch = config["arch"]
         raise ValueError(f"--format {format} can hold --arch gpt2 only; use safetensors for {arch}")
+    if "://" in path:
+        raise ValueError(f"{path}: --format {format} cannot write to a URL; name a local path")
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; choose another path")
     target = Path(os.path.abspath(path))

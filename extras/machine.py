@@ -52,9 +52,9 @@ def check_and_describe(
 ) -> dict[str, Any]:
     """Return what config.json says of the machine: torch, device, and the peak FLOP/s of all ranks.
 
-    On a CPU, also call keep_freed_memory(). ValueError if a GPT of these sizes (a gpt.Config) cannot
-    be trained in the memory of a device: a weight, its gradient and one moment take 12 bytes. Under
-    "ddp" each rank holds all weights.
+    On a CPU, also call keep_freed_memory(). ValueError if a GPT of these sizes (a gpt.Config)
+    cannot be trained in the memory of a device: a weight, its gradient and one moment take 12
+    bytes. Under "ddp" each rank holds all weights.
     """
     if device.type == "cpu":
         keep_freed_memory()

@@ -151,7 +151,10 @@ def _newest(
 def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
     with _file_system(url) as (fs, path):
         fs.invalidate_cache()
-        paths = fs.ls(path, detail=False) if fs.exists(path) else []
+        try:  # exists() of some file systems returns False if the server does not answer
+            paths = fs.ls(path, detail=False)
+        except FileNotFoundError:
+            paths = []
     return ckpt.parse_names(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
 

@@ -137,7 +137,7 @@ def encode_files(
     """Return the path of a .npy with the ids of text files, one file after the other.
 
     The .npy is in the folder `cache`, under a name that depends on the tokenizer and on the paths,
-    sizes and modification times of the files. The first process that needs it makes it, on all
+    sizes and times (mtime and ctime) of the files. The first process that needs it makes it, on all
     cores and in memory that does not depend on the size of the files; other processes wait for it.
     It is complete or absent. Its dtype is uint16 if the ids fit, else uint32. default: makes the
     text if there are no files.
@@ -157,7 +157,8 @@ def encode_files(
     if not texts:
         raise ValueError(f"{', '.join(files) or 'the text'}: is empty")
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
-    version = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+    # ctime, because programs such as tar can set any mtime
+    version = [(file, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
     key = hashlib.sha256(f"{version}\n{made}\n{tokenizer_json}".encode())
     path = os.path.join(cache, key.hexdigest()[:32], "tokens.npy")
     try:

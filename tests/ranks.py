@@ -181,6 +181,10 @@ def wait_for_one_another(kind: str) -> None:
             file = "_inductor/compile_fx" if "kernels" in kind else "_dynamo/convert_frame"
             compiles = "compiles" in kind
             run_in(f"time.sleep({5 if compiles else 60})", file, in_function=compiles)
+        if kind == "the program has destroyed the group":
+            dist.destroy_process_group()
+            time.sleep(9 * (world.rank == 0))
+            return
         if kind in ("rank 0 has left", "rank 1 has left"):
             if str(world.rank) not in kind:
                 time.sleep(9)
@@ -251,6 +255,10 @@ def wait_for_stop(folder: str) -> None:
         sys.exit(3)
 
 
+def raise_keyboard_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def raise_without_catching() -> None:
     raise ValueError("the function does not catch this")
 
@@ -286,11 +294,26 @@ def train_in_two_parts() -> None:
         assert all(torch.equal(whole[name], parts[name]) for name in start)
 
 
-def replicate_complex_parameters() -> None:
+def replicate_complex_parameters_without_grad() -> None:
     with ddp_setup.process_group("cpu", timeout=60) as world:
         model = nn.ParameterList([torch.ones(2, dtype=torch.complex64), torch.ones(3)])
-        ddp_setup.replicate(model, world)
+        with torch.no_grad():
+            replica = ddp_setup.replicate(model, world, gradient_as_bucket_view=False)
         assert all(parameter.grad is None for parameter in model)
+        assert not replica.gradient_as_bucket_view
+
+
+def terminate_a_forked_child() -> None:
+    """multiprocessing ends its children with SIGTERM, and then waits for them without a limit."""
+    with ddp_setup.stop_signals() as stop_requested:
+        pid = os.fork()
+        if not pid:
+            while True:
+                time.sleep(1)
+        os.kill(pid, signal.SIGINT)  # a child, such as a DataLoader's worker, survives Ctrl-C
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
+        assert not stop_requested()
 
 
 def destroy_the_group_inside_the_block() -> None:

@@ -441,6 +441,34 @@ def test_each_checkpoint_of_another_run_is_checked_before_it_is_read(tmp_path):
     assert same(start_from(tmp_path, storage, read)["model"], dict(model.weights)) and loaded == [2]
 
 
+FORGED = {
+    "a large size": ({"config": {"layers": 10**9}}, ""),  # the sizes of the weights are used
+    "no architecture": ({"config": {"arch": None}}, "arch is None; it must be a name"),
+    "heads": ({"config": {"heads": "4"}}, "heads is '4'; it must be a positive integer"),
+    "block size": ({"config": {"block_size": 1 << 30}}, "positions.weight is (24, 32); it must"),
+    "vocabulary": ({"vocabulary": {"kind": "byte"}}, "its vocabulary does not have"),
+    "kind": ({"vocabulary": {"kind": "x"}}, "has a wrong format: KeyError('x')"),
+    "config": ({"config": None}, "has a wrong format: TypeError"),
+    "infinity": ({"model": {"norm.bias": torch.full((32,), math.inf)}}, "norm.bias is not a"),
+    "integers": ({"model": {"norm.bias": torch.ones(32).int()}}, "norm.bias is not a tensor of f"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_checkpoint_of_another_run_is_checked_as_other_formats_are(name, tmp_path):
+    model = of("char")[1]
+    state = dict(config=model.config, vocabulary=model.vocabulary, model=dict(model.weights))
+    changes, message = FORGED[name]
+    for key, change in changes.items():
+        state[key] = change and {**state[key], **change}
+    ckpt.save(f"{tmp_path}", state, 1)
+    if message:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            start_from(tmp_path)
+    else:
+        assert start_from(tmp_path)["config"]["layers"] == 3
+
+
 def test_a_folder_beside_the_files_that_looks_like_a_checkpoint_does_not_matter(tmp_path):
     model = of("ids")[1]
     write(model, "hf", tmp_path / "a")
@@ -470,6 +498,7 @@ CONTRADICTIONS = {
     "architecture": (["--arch", "modern"], ["--arch modern", "--arch gpt2"]),
     "tokens": (["--tokenizer", "byte"], ["--tokenizer byte", "--tokenizer char"]),
     "another text": (["--data", ROOT / "README.md"], ["README.md", "is not among the 18"]),
+    "another kind": (["--data", "ids.npy"], ["ids.npy: is ids; the model needs char"]),
     "no model": (["--init-from", ROOT / "tests"], [ROOT / "tests", "config.json", "ckpt.pt"]),
     "an empty file": (
         ["--init-from", ROOT / "extras" / "__init__.py"],
@@ -483,6 +512,8 @@ def test_a_flag_that_contradicts_an_imported_model_is_an_error_of_one_line(
     exported, text, tmp_path, name
 ):
     more, said = CONTRADICTIONS[name]
+    np.save(tmp_path / "ids.npy", np.zeros(3000, np.uint16))
+    more = [tmp_path / value if value == "ids.npy" else value for value in more]
     mistaken(run("--init-from", exported, "--data", text, *more, "--out", tmp_path / "out"), *said)
     assert not (tmp_path / "out").exists()
 

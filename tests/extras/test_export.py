@@ -101,6 +101,11 @@ def test_an_exported_nanogpt_file_has_the_names_and_shapes_of_nanogpt(tmp_path):
     }
 
 
+def test_a_url_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot write to a URL"):
+        export.write(of("ids")[1], "hf", f"file://{tmp_path}/a", dict, dict)
+
+
 def test_the_sampling_of_nanogpt_finds_the_characters_and_no_code(tmp_path):
     """sample.py looks for data/DATASET/meta.pkl, with the name DATASET from the checkpoint."""
     assert nano(tmp_path)["config"] == {"dataset": "mine"}

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -208,6 +209,13 @@ def test_removing_what_does_not_exist_is_no_error(files, url):
     for _ in range(2):
         files.remove(url, entry.name)
     assert listed(url) == {}
+
+
+def test_a_server_that_does_not_answer_is_not_taken_for_an_empty_folder(files):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(OSError, match="^http://127.0.0.1:.*: .*[Cc]onnect"):
+        files.newest(f"http://127.0.0.1:{port}/out")
 
 
 def test_code_in_a_checkpoint_is_refused_and_not_run(files, url, tmp_path):

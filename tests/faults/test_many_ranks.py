@@ -110,13 +110,15 @@ groups = []  # keeps the groups of gloo until the process ends
 
 def failure(env, store):
     """What each rank does when a connection to another rank was lost."""
-    ddp_setup._choose_reporter(RuntimeError("Connection closed by peer"), env, store)
+    ddp_setup._choose_reporter(RuntimeError("[/gloo/x.cc:1] Connection closed"), env, store)
 
 
 def hang(env, store):
     """What each rank does while all are stuck in a collective, until it ends."""
     main = threading.main_thread().ident
-    ddp_setup._watch_ranks(env, store, 4, False, main, threading.Event())
+    joined = threading.Event()
+    joined.set()
+    ddp_setup._watch_ranks(env, store, 4, False, main, joined, threading.Event())
 
 
 def end_thread(_):
@@ -131,7 +133,6 @@ def traffic_of_hang(size):
     with ExitStack() as patches:
         for module, name, value in (
             (torch._C._distributed_c10d, "_dump_fr_trace_json", lambda *_: json.dumps(stuck)),
-            (dist, "is_initialized", lambda: True),
             (sys, "_current_frames", lambda: here),
             (os, "_exit", end_thread),
         ):
