@@ -306,10 +306,13 @@ def replicate_complex_parameters_without_grad() -> None:
 def terminate_a_forked_child() -> None:
     """multiprocessing ends its children with SIGTERM, and then waits for them without a limit."""
     with ddp_setup.stop_signals() as stop_requested:
+        reading, writing = os.pipe()
         pid = os.fork()
         if not pid:
+            os.write(writing, b"1")  # Python loses signals that arrive during a fork
             while True:
                 time.sleep(1)
+        os.read(reading, 1)
         os.kill(pid, signal.SIGINT)  # a child, such as a DataLoader's worker, survives Ctrl-C
         os.kill(pid, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
