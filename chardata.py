@@ -5,8 +5,8 @@
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
     verify_unchanged(corpus)  # for mapped files; call it again before each save and at the end
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        # count: number of targets in the global batch. A rank that has no window gets 0 and a
-        # substitute for a micro-batch, which must have the weight 0.
+        # count: number of targets in the global batch; but 0 on a rank that has no window. Such a
+        # rank gets a substitute micro-batch and must run it too, with the weight 0.
         weight = 1 / count if count else 0
         for x, y in micro_batches:  # this rank's part of a global batch; both (B, 256) int64
             (weight * loss_sum(model, x, y)).backward()
@@ -16,9 +16,9 @@
 
 The words of this file:
 
-- *Tokens* are a sequence of one-dimensional arrays of unsigned integers, one array per data file.
-  All functions treat the arrays as one long array of n tokens. A window can begin in one file and
-  end in the next. Nothing is inserted between two files.
+- A *token* is an unsigned integer, also called id. `Tokens` is a sequence of one-dimensional
+  arrays of tokens, one array per data file. All functions treat the arrays as one long array of n
+  tokens. A window can begin in one file and end in the next. Nothing is inserted between two files.
 - A *window* is `block_size` inputs (one row of x) and as many targets (the same row of y). The
   target of an input is the token after it, so a window takes `block_size + 1` consecutive tokens.
 - A *global batch* is the windows that all ranks together use in one optimizer step: `batch_size`
@@ -57,7 +57,7 @@ class Corpus(NamedTuple):
     """The data as tokens, with everything that is needed to turn token ids into text."""
 
     tokens: tuple[np.ndarray, ...]  # one array per file that is not empty
-    vocab: int  # number of ids. read() does not check a `vocab` that was given for token files
+    vocab: int  # vocabulary size. If it was given to read() for token files, ids can be above it
     kind: str  # "char", "byte" or "ids" (ids from a token file, whose text is not known)
     chars: str  # kind "char": id i is the character chars[i]. Other kinds: ""
     digest: str  # digest(tokens, chars)
@@ -86,8 +86,8 @@ def list_files(data: str) -> list[str]:
 
     The pattern can contain "**" for folders at any depth, for example "data/**/*.txt". If a file
     with exactly the name `data` exists, `data` is not a pattern. Raises FileNotFoundError if there
-    is no such file. OSError if `data` is, or the pattern matches, something else than a regular
-    file, such as a folder or a pipe.
+    is no such file. Raises OSError if one of the names is not a regular file but, for example,
+    a folder or a pipe.
     """
     names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
@@ -139,7 +139,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     else:
         raise ValueError(f"kind {kind!r} is not char or byte")
     if vocab not in (None, size):
-        raise ValueError(f"{names[0]}: is text with {size} different tokens, not {vocab}")
+        raise ValueError(f"{names[0]}: is text with a vocabulary of {size}, not {vocab}")
     corpus = Corpus(tuple(tokens), size, kind, chars, digest(tokens, chars), stamps)
     for array in tokens:
         # From here on, windows are read from random places, so reading ahead would be wasted.
@@ -337,9 +337,9 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The inputs of the windows lie end to end. One window is left out (the - 1), so that the first
-    window can begin at one of block_size or more positions: see steps. Raises ValueError if n <=
-    block_size.
+    The inputs of the windows lie end to end. If n >= 2 * block_size, one window is left out (the
+    - 1). So there are at least block_size positions at which the first window can begin: see steps.
+    Raises ValueError if n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
@@ -370,7 +370,7 @@ def steps(
     overlap in memory: do not write into one of them, because the other would change too. They are
     not contiguous: flatten them with x.reshape(-1), because x.view(-1) fails if B > 1. `count` is
     the number of targets in the whole global batch, over all ranks: divide the sum of the losses by
-    it.
+    it. On a rank without a window it is 0 (see below).
 
     The ranks divide the windows of a global batch in order, as evenly as possible. A rank divides
     its windows into min(accum, number of its windows) micro-batches, as evenly as possible. So two
@@ -412,9 +412,8 @@ def steps(
     ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # `group`: the numbers, in this epoch, of the G steps that are read at once, (G, 1): whole
-        # steps of batch_size windows. If no whole step is left in this epoch, only the last step,
-        # which has fewer windows.
+        # `group`, (G, 1): the steps that are read at once, counted from the start of the epoch. All
+        # have batch_size windows. If no such step is left, it is only the last, smaller step.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)
@@ -423,9 +422,9 @@ def steps(
         if not mine.size:  # this rank has no window: read window i = 0, with the count 0
             order, windows = np.zeros_like(group), 0
         offset = _key(seed, epoch, "offset") % (n - epoch_windows * block_size)
-        starts = offset + order * block_size
-        rows = _check_ids(_gather(tokens, views, starts, size), vocab)
-        share = starts.shape[1]
+        positions = offset + order * block_size
+        rows = _to_tensor(_gather(tokens, views, positions, size), vocab)
+        share = positions.shape[1]
         parts = min(accum, share)
         cuts = [share * i // parts for i in range(1, parts)]
         for step_rows in rows:
@@ -442,12 +441,12 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
 
     Each batch is (x, y), both (B, T) int64 on the CPU, where T = plan.block_size and B is at most
     plan.batch_size. (Here this is the limit for a batch of one rank, not for a global batch.) x and
-    y overlap in memory, as in steps. So that the ranks have about the same work, all batches have
-    the same size, except that the last can be smaller; no rank has more than ceil(whole windows /
-    (plan.batch_size * world_size)) of them. If T does not divide n - 1, one more batch follows: one
-    window that is shorter than T. The ranks take the batches in turn. The numbers of batches of two
-    ranks differ by at most one, and a rank can have none. So a collective for each batch can hang,
-    unless ranks that have no batch left take part in it too.
+    y overlap in memory, as in steps. So that the ranks have about the same work, the W = (n - 1) //
+    T whole windows are divided into batches of equal size; only the last of these can be smaller. A
+    rank has at most ceil(W / (plan.batch_size * world_size)) of them. If targets remain, one more
+    batch follows: one window that is shorter than T. The ranks take the batches in turn. The
+    numbers of batches of two ranks differ by at most one, and a rank can have none. So a collective
+    for each batch can hang, unless ranks that have no batch left take part in it too.
 
     Fewer than two tokens give no batch. An id that is not below plan.vocab is a ValueError.
     """
@@ -461,21 +460,21 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
     edges = sorted({*range(0, whole, targets_per_batch), whole, targets})
     for begin, end in [*pairwise(edges)][rank::world_size]:
-        row = _check_ids(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
+        row = _to_tensor(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
         width = min(block_size, end - begin)
         yield row[:-1].view(-1, width), row[1:].view(-1, width)
 
 
-def _gather(tokens: Tokens, views: Tokens, starts: np.ndarray, size: int) -> np.ndarray:
-    """Copy the `size` tokens from each position in `starts`: (...) -> (..., size) uint64.
+def _gather(tokens: Tokens, views: Tokens, positions: np.ndarray, size: int) -> np.ndarray:
+    """Copy the `size` tokens from each of the positions (...) on. Returns (..., size) uint64.
 
     `views` has sliding_window_view(array, size) in place of each array with at least `size` tokens.
     """
     begins = np.array([*accumulate(map(len, tokens), initial=0)])
-    rows = np.empty((*starts.shape, size), np.uint64)
+    rows = np.empty((*positions.shape, size), np.uint64)
     # The numbers of the arrays that hold the first and the last token of each row
-    first, last = np.searchsorted(begins, [starts, starts + size - 1], "right") - 1
-    place = starts - begins[first]
+    first, last = np.searchsorted(begins, [positions, positions + size - 1], "right") - 1
+    place = positions - begins[first]
     for k in np.unique(first[first == last]):  # rows that lie in one array
         inside = (first == k) & (last == k)
         rows[inside] = views[k][place[inside]]
@@ -486,8 +485,8 @@ def _gather(tokens: Tokens, views: Tokens, starts: np.ndarray, size: int) -> np.
     return rows
 
 
-def _check_ids(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
-    """Return ids as an int64 tensor. Raises ValueError for an id that is not below `vocab`."""
+def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
+    """Return ids as an int64 tensor. Raises ValueError if one of them is not below `vocab`."""
     if vocab and ids.max() >= vocab:
         raise ValueError(f"the tokens have the id {ids.max()}; the vocabulary ends at {vocab - 1}")
     return torch.from_numpy(ids.astype(np.int64))

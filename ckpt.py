@@ -1,9 +1,12 @@
-"""Write the state of a training to a durable file and read it back. Any model, any optimizers.
+"""Write the state of a training to a durable file and read it back, for almost any model.
 
+    found = None
     if rank == 0:    # once, before the first save
         make_folder("out")
         held = lock("out")    # keeps other runs out of the folder
-    found = newest("out")[0] if rank == 0 else None
+        found, rejected = newest("out")
+        for name, reason in rejected.items():    # damaged checkpoints
+            set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
     step = [found.entry.step if found else 0]
     if torch.distributed.is_initialized():    # restore_ does not tell the other ranks the step
@@ -19,7 +22,9 @@ rank call wait_together() of ddp_setup.py. It raises the error of one rank on al
 to each rank the result of its own call:
 
     with process_group() as world:    # of ddp_setup.py
-        found = wait_together(lambda: newest("out")[0] if world.rank == 0 else None, world)
+        found, rejected = wait_together(
+            lambda: newest("out") if world.rank == 0 else (None, {}), world
+        )
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
@@ -115,10 +120,9 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             for optimizer in optimizers
         ],
     }
-    # Some tensors of `state` are copies already: torch has gathered them, or moved them from a GPU
-    # to the CPU. Those that were on the CPU before share memory with the training: their addresses
-    # are in `live`, which has those of all tensors that the training uses. deepcopy does not copy
-    # what is in its memo, so the memo gets the tensors that are copies already.
+    # `live` has the addresses of all tensors that the training uses. deepcopy must copy the tensors
+    # of `state` with these addresses. The others are copies already: torch has gathered them, or
+    # moved them from a GPU. deepcopy does not copy what is in its memo, so they go there.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # of a DTensor, the shard of this rank
@@ -149,8 +153,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     weight decay, ...), and the gradients of their parameters are deleted. `state` is not changed
     and shares no memory with the model and the optimizers.
 
-    Not for SparseAdam and LBFGS, which torch cannot restore in this way, and not for optimizers
-    that keep moments in their groups (schedule-free, Prodigy): these would stay as they are now.
+    Not for SparseAdam and LBFGS, which torch cannot restore in this way. Of optimizers that also
+    keep state in their groups (schedule-free, Prodigy), this state is not restored.
 
     ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
     and moments may be deleted.
@@ -175,27 +179,27 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
-    settings = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
+    # the groups of each optimizer, with names in place of the parameters
+    named_groups = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
     # strict=False, because a parameter that never had a gradient has no moments. For the model it
     # hides nothing, because its names were compared above.
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
     )
     dcp.set_model_state_dict(model, dict(state["model"]), options=options)  # torch changes the dict
-    for optimizer, old, groups in zip(optimizers, saved, settings):
-        if old:
+    for optimizer, theirs, groups in zip(optimizers, saved, named_groups):
+        if theirs:
             # torch requires "param_groups", and replaces the groups of the optimizer by copies in
             # which tuples, such as betas, have become lists. So put the original ones back
             # afterwards.
-            new = {"state": copy.deepcopy(old["state"]), "param_groups": groups}
+            new = {"state": copy.deepcopy(theirs["state"]), "param_groups": groups}
             own = optimizer.param_groups
             dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
             optimizer.param_groups = own
             # Delete moments that torch made for parameters that have none in the checkpoint.
-            # `groups` is like `own`, but with the names of the parameters.
             for own_group, group in zip(own, groups):
                 for parameter, name in zip(own_group["params"], group["params"]):
-                    if not old["state"].get(name):
+                    if not theirs["state"].get(name):
                         optimizer.state.pop(parameter, None)
 
 
@@ -263,8 +267,8 @@ def save(
             # After an OSError, for example of a full disk, torch.save raises RuntimeError when it
             # closes the file, with the OSError as __context__: raise that OSError. But if the
             # caller calls save() while it handles an error, __context__ can be that error.
-            cause = error.__context__
-            raise cause if isinstance(cause, OSError) and cause is not handled else error
+            context = error.__context__
+            raise context if isinstance(context, OSError) and context is not handled else error
         file.flush()
         # Raise ValueError for types that load() would refuse. The device "meta" leaves out the
         # content of the tensors.
@@ -355,22 +359,22 @@ def newest(
     folder: str,
     load: Callable[[str, Entry], State] = load,
     list_checkpoints: Callable[[str], list[Entry]] = list_checkpoints,
-) -> tuple[Found | None, list[str]]:
-    """Return the newest checkpoint that load() accepts, and "NAME: REASON" for each newer one.
+) -> tuple[Found | None, dict[str, str]]:
+    """Return the newest checkpoint that load() accepts, and {name: reason} of each newer one.
 
-    "Newer" means a higher step. If load() raises OSError or ValueError, the checkpoint cannot be
-    used, and the one with the next lower step is tried. Before the next save() with `keep`, call
-    set_aside() for each checkpoint that cannot be used: otherwise prune() keeps it in place of a
-    good one.
+    "Newer" means a higher step. If load() raises ValueError, or an OSError other than
+    PermissionError, the checkpoint cannot be used, and the one with the next lower step is tried.
+    Before the next save() with `keep`, call set_aside() for each checkpoint that cannot be used:
+    otherwise prune() keeps it in place of a good one.
 
-    Other exceptions are passed on: PermissionError, because the file may be good, and for example
-    NotImplementedError if a sharded checkpoint is newer than all good ones. (None, []) means that
-    there are no checkpoints. ValueError if there are some but load() accepts none.
+    PermissionError is passed on, because the file may be good. So are all other exceptions, for
+    example NotImplementedError if a sharded checkpoint is newer than all good ones. (None, {})
+    means that there are no checkpoints. ValueError if there are some but load() accepts none.
 
     load, list_checkpoints: by default the functions of this file. extras/remote.py and
         extras/sharded.py pass their own.
     """
-    rejected: list[str] = []
+    rejected: dict[str, str] = {}
     for entry in reversed(list_checkpoints(folder)):
         try:
             return Found(entry, load(folder, entry)), rejected
@@ -379,9 +383,9 @@ def newest(
                 return newest(folder, load, list_checkpoints)
             if isinstance(error, PermissionError):
                 raise
-            rejected.append(f"{entry.name}: {error}")
+            rejected[entry.name] = f"{error}"
     if rejected:
-        raise ValueError(f"{folder}: no checkpoint can be used; {'; '.join(rejected)}")
+        raise ValueError(f"{folder}: no checkpoint can be used: {rejected}")
     return None, rejected
 
 
@@ -440,8 +444,8 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     the process ends in any way. But a forked child, such as a worker of a DataLoader, keeps the
     lock until it ends. Returns None and deletes nothing if the system (Windows) or the file system
     has no locks. Waits up to `timeout` seconds, because a process that was killed may need a moment
-    to end. ValueError, with the holder's host, pid and time of locking, if another process (or
-    another result of lock() in this one) still has the lock then.
+    to end. If another process, or an earlier lock() of this process, still has the lock after that:
+    ValueError with the holder's host, pid and time of locking.
 
     This is flock instead of the package filelock. If the file system refuses locks, old versions of
     filelock wait for ever, and newer versions use a lock that nobody releases when a process on

@@ -41,8 +41,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 # _die_with_parent checks whether the parent process has ended. Importing torch takes a second, and
-# the parent can end during the import. So note the parent's id before. The key is the id of this
-# process, so that a forked child does not take the entry for its own.
+# the parent can end during the import. So note the parent's id before the import. The key is the id
+# of this process, so that a forked child does not use this entry.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
@@ -131,7 +131,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     - The rank that failed first raises its own exception, unchanged.
     - If a rank was lost without an exception (for example, it was killed), one of the other ranks
       raises ConnectionError. Its message names the lost rank. It can also name ranks that are not
-      lost but still wait. With NCCL, a lost rank raises nothing: the other ranks end as described
+      lost but still wait. With NCCL, the other ranks get no exception: they end as described
       under `timeout`, or torch's watchdog ends them with SIGABRT when NCCL notices the loss.
     - If all ranks failed in torch.distributed (for example, because they called different
       collectives), one of them raises torch's own exception.
@@ -319,7 +319,7 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 
 
 def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
-    """Return if this rank must raise `error` itself; otherwise raise another exception instead.
+    """Do nothing if this rank must raise `error` itself; otherwise raise another exception.
 
     A rank whose error is only the consequence of another rank's failure waits 1 second first. The
     store gets at most 6 seconds to answer. `store` must have only the keys of this process group,
@@ -348,7 +348,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
         not_failed = _in_thread(claim_report).result(6)
     except (dist.DistError, futures.TimeoutError):
         not_failed = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
-    if consequence and not_failed:  # Otherwise all ranks have failed, so none was lost.
+    if consequence and not_failed:  # If all ranks have failed, none was lost.
         # A rank that is named need not be lost: it can still be waiting for this rank.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
         raise ConnectionError(f"no answer from rank {' or '.join(not_failed)} ({how})") from error
@@ -366,16 +366,18 @@ def _watch_ranks(
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
     process_group starts this function in a thread of each rank. cuda: whether the backend is NCCL.
-    main: identifier of the thread that trains. While that thread waits in a collective, it cannot
-    raise an exception, and NCCL would end the process without saying which rank waits where.
+    main: identifier of the thread that trains.
+
+    Nothing can raise an exception in a thread that waits in a collective, so this function ends the
+    process. NCCL would end it too, but without saying which rank waits where.
 
     All ranks share a counter in the store. 20 times per timeout, each rank adds 1 to it and writes
     its state into the store: the new value of the counter and the line where its program is. (The
     value shows how old the state is.) A rank that runs torch.compile also adds 1 to a second
     counter of all ranks. In an interval, a rank is stuck if all of these are true:
-    - The group is still being made; or torch's flight recorder says that a collective has started
-      and has not ended; or a rank has reported an error (the key "reported"), because otherwise a
-      rank that hangs elsewhere would stay after all others have ended.
+    - One of these is true: the group is still being made; torch's flight recorder says that a
+      collective has started and has not ended; a rank has reported an error (the key "reported").
+      The last of these also ends a rank that hangs outside a collective.
     - No collective has started or ended since the last interval.
     - The second counter has not changed since the last interval.
     A rank that is stuck 20 times in a row ends. The first one reads all states and prints where
@@ -384,8 +386,8 @@ def _watch_ranks(
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.size)]
-    before = None  # the numbers of the collectives, one interval ago
-    counts = list[int]()  # values of the counter, one for each interval in a row that was stuck
+    before = None  # `numbers`, one interval ago
+    counts = list[int]()  # the values of the counter in the latest intervals, if all were stuck
     while not block_ended.wait(timeout / 20):
         # traceback.extract_stack would read source files, which can be on storage that hangs.
         stacks = {
@@ -413,7 +415,7 @@ def _watch_ranks(
         with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
             count = store.add("counter", 1)
             store.set(keys[env.rank], json.dumps([count, next(program, "a library")]))
-            numbers.append((store.add("compiled", compiles), 0))
+            numbers.append((store.add("compiled", compiles), 0))  # changes if a rank compiles
             waiting = waiting or store.add("reported", 0) > 0
         counts = [*counts, count] if waiting and numbers == before else []
         before = numbers
@@ -554,19 +556,19 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     The signals no longer interrupt the program. Call the yielded function once per step, together
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
     SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
-    handles signals only when the call returns. The worker processes of a DataLoader do not have
-    these handlers (a forked worker keeps those of SIGINT and SIGUSR1). So Ctrl-C or another signal
-    to all processes can end them: see extras/tutorial/stream.py for what to do. Any other forked
-    child ends with exit code 143 at SIGTERM, and ignores the other two.
+    handles signals only when the call returns. A signal to all processes can end the workers of a
+    DataLoader: those that are forked have the handlers of SIGINT and SIGUSR1 only, and those that
+    are spawned have none. See extras/tutorial/stream.py for what to do. Any other forked child ends
+    with exit code 143 at SIGTERM.
 
     notice: a line for the user, because the end of a step can take a while. Rank 0 prints it on
         stderr when it receives the first SIGINT, if stderr is a terminal.
 
-    Of two such blocks, one inside the other, only the inner one notices a signal; spawn has one
-    too. A signal that arrived before, while it was blocked (signal.pthread_sigmask), is delivered
-    when the `with` block begins. When the block ends, the previous handlers are restored, but the
-    signals stay unblocked, even if they were blocked before. Only the main thread can use this
-    function. On Windows, no signal that another process sends can be caught.
+    Of two such blocks, one inside the other, only the inner one notices a signal; spawn uses such a
+    block too. A signal that arrived before, while it was blocked (signal.pthread_sigmask), is
+    delivered when the `with` block begins. When the block ends, the previous handlers are restored,
+    but the signals stay unblocked, even if they were blocked before. Only the main thread can use
+    this function. On Windows, no signal that another process sends can be caught.
     """
     received, owner = list[int](), os.getpid()
 
@@ -619,8 +621,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     - If all ranks end with the same exit code (and no signal), this code is returned.
     - If a rank has reported the error through process_group, the code of the rank that failed first
       is returned (1 if a signal killed that rank).
-    - If the rank that failed first ended with 130 (it got two SIGINT, and this process did not),
-      130 is returned.
+    - If the rank that failed first ended with 130, because SIGINT ended it, 130 is returned.
     - Otherwise ChildProcessError is raised. Its message, one line for the user, names a rank that a
       signal killed, that did not end within `timeout`, or that ended with another code than 0.
     """

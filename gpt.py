@@ -14,7 +14,8 @@ branches output zero.
 Nothing here communicates with other ranks.
 
 Letters in shapes: B sequences in a batch, T tokens in a sequence, C = embd, H heads, D = C / H,
-V tokens in the vocabulary, S keys and values (S = T without caches).
+V tokens in the vocabulary, S keys and values: in sampling, also those of earlier tokens; otherwise
+S = T.
 """
 
 import math
@@ -121,7 +122,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     # For short sequences in bfloat16 on a CPU, the backward pass of the fused kernel takes up to
     # ten times as long as that of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
-    # For 1 < T < S, is_causal would treat the queries as the first T positions, not the last.
+    # is_causal would treat the queries as the first T positions, not the last, so it is right only
+    # for T = S. T = 1 needs no mask.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
@@ -170,9 +172,8 @@ class GPT(nn.Module):
         super().__init__()
         arch, width = ARCHS[config.arch], config.embd
         self.config, self.checkpoint_activations = config, checkpoint_activations
-        # from_pretrained, because nn.Embedding(V, C) would call normal_. On the device "meta",
-        # which build uses, the first call of normal_ imports modules, which takes one second.
-        # (nn.Linear calls uniform_, which does not.)
+        # nn.Embedding(V, C) would call normal_. On the device "meta", which build uses, the first
+        # call of normal_ imports modules, which takes one second. from_pretrained does not call it.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
@@ -241,7 +242,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, max_logits: int) -
     rows = max(1, max_logits // len(weight))
     if len(x) > rows and torch.is_grad_enabled():
         return CrossEntropyInParts.apply(x, weight, targets, rows)  # type: ignore
-    parts = zip(x.split(rows), targets.split(rows))
+    parts = zip(x.split(rows), targets.split(rows))  # only one part, unless gradients are disabled
     return torch.stack([cross_entropy_at_once(part, weight, y) for part, y in parts]).sum()
 
 
@@ -269,10 +270,10 @@ class CrossEntropyInParts(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight_grad = torch.zeros_like(weight, dtype=wide)
         for part, y in zip(x.split(rows), targets.split(rows)):
-            (x_grad, more), value = gradients_and_loss(part, weight, y)
+            (x_grad, part_grad), value = gradients_and_loss(part, weight, y)
             x_grads.append(x_grad)
-            weight_grad += more
-            del more  # It is as large as the weight, and would stay during the next part.
+            weight_grad += part_grad
+            del part_grad  # It is as large as the weight, and would stay during the next part.
             loss += value
         ctx.save_for_backward(torch.cat(x_grads), weight_grad)
         return loss
@@ -324,8 +325,8 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
     They depend only on the arguments. So each rank can compute any of them, in any order.
     shape: that of the whole parameter, also if a rank keeps only a part of it.
     """
-    # The weight of a norm is 1 and a bias is 0. Matrices are overwritten below.
     # dtype and device are those of the docstring, also if the program has set other defaults.
+    # The weight of a norm is 1 (True) and a bias is 0. Matrices are overwritten below.
     weight = torch.full(shape, name.endswith("weight"), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         std = 0.02
@@ -354,7 +355,7 @@ def compile_(model: GPT) -> None:
     Each block is compiled by itself, so that in the backward pass DistributedDataParallel can send
     the gradients of one block while those of the block before it are computed. As all blocks have
     the same code and shapes, the graph of the first block is used for all of them. cross_entropy is
-    not compiled: each batch size, and its smaller last part, would take seconds to compile.
+    not compiled, because that would take seconds for each new number of rows.
 
     torch compiles the blocks for the first eight shapes that they get, and runs them uncompiled for
     all others. A resumed run can meet other shapes first, and its result could differ. Therefore
@@ -385,8 +386,8 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
     """
     kinds: dict[str, list[nn.Parameter]] = {"embeddings": [], "matrices": [], "vectors": []}
     for name, parameter in model.named_parameters():
-        matrix = "matrices" if name.startswith("blocks.") else "embeddings"
-        kinds["vectors" if parameter.ndim < 2 else matrix].append(parameter)
+        kind = "matrices" if name.startswith("blocks.") else "embeddings"
+        kinds["vectors" if parameter.ndim < 2 else kind].append(parameter)
     return kinds
 
 

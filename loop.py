@@ -56,7 +56,7 @@ class Report:
 
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient of the global batch, before clipping
-    count: Tensor  # what the loss function counted, on all ranks that did not declare the count 0
+    count: Tensor  # sum of what loss_fn counted on all ranks that did not declare 0: see train_
     # number of steps since the start of train_ that were skipped, because the loss or the gradient
     # was not finite
     skipped: Tensor
@@ -87,12 +87,12 @@ def train_(
 
     Gradients must be dense, and optimizers need a step() without arguments (so not LBFGS).
 
-    All ranks must iterate over it together; like any generator, it does nothing before the first
-    next(). The first yielded number is start + 1. train_ calls model.train() once, at the start.
-    Gradients must be None at the start. After each step, the gradients of all parameters of the
-    optimizers are deleted (set to None); those of other parameters accumulate.
+    All ranks must iterate over train_ together; like any generator, it does nothing before the
+    first next(). The first yielded number is start + 1. train_ calls model.train() once, at the
+    start. Gradients must be None at the start. After each step, the gradients of all parameters of
+    the optimizers are deleted (set to None); those of other parameters accumulate.
 
-    start: number of steps that were done before, in an earlier run. No item of `steps` is skipped.
+    start: number of steps that were done before, in an earlier run. `steps` begins after these.
     steps: for each step, a list of at least one micro-batch of this rank, and the declared count:
         what loss_fn counts in the micro-batches of all ranks together. All ranks need the same
         number of steps; their numbers of micro-batches may differ, unless the model communicates
@@ -110,7 +110,7 @@ def train_(
         such a run, make the scheduler, load its state, and then set the "lr" of each group to its
         value in get_last_lr(): making a scheduler changes "lr", and loading its state does not
         restore it. (OneCycleLR and CyclicLR change "momentum" or "betas" in the same way.)
-    clip: maximum for the L2 norm of the mean gradient over all parameters of all optimizers.
+    clip: maximum for the mean gradient's L2 norm, over the parameters of all optimizers together.
     dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
     seed: for each step, torch's random generators are seeded with a hash of (seed, step, rank). So
@@ -126,10 +126,11 @@ def train_(
         later, see below). With float16, an overflow that GradScaler finds is such a step too.
     sync_each: False: only the backward pass of the last micro-batch synchronises gradients; the
         others use model.no_sync(), which DistributedDataParallel has. True: each backward pass
-        synchronises, as FSDP2 needs it, and a model that is not wrapped is not noticed. All ranks
-        then need the same number of micro-batches per step. To get it, add dummy micro-batches that
-        loss_fn recognises. It must run the model on them too, because forward and backward pass
-        communicate, and return 0 * (the loss sum) and the count 0. See pad_steps in extras/fsdp.py.
+        synchronises, as FSDP2 needs it, and train_ does not check that the model is wrapped. All
+        ranks then need the same number of micro-batches per step. To get it, add dummy
+        micro-batches that loss_fn recognises. For these, loss_fn must return 0 * (the loss sum) and
+        the count 0. It must run the model on them too, because both passes communicate. See
+        pad_steps in extras/fsdp.py.
 
     ValueError: there are several ranks, sync_each is False, and the model has no method no_sync.
     ValueError: the declared count of a step is not what loss_fn counted. The gradients of this step
@@ -216,7 +217,7 @@ def _seed(device: torch.device, *numbers: int) -> None:
     """Seed torch's generators with a hash of `numbers`; for a CPU, only that of the CPU."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
     seed = int.from_bytes(digest.digest(), "little")
-    # torch.manual_seed seeds the generators of all devices. Without one, it would take 0.2 ms.
+    # torch.manual_seed seeds the generators of all devices, which takes 0.2 ms on a CPU.
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
@@ -376,7 +377,7 @@ def group_batches(
 
     The steps end when no rank has a batch left. A rank that runs out of batches earlier repeats, in
     each remaining step, the first micro-batch of its last own step, and declares 0 (see train_).
-    ValueError on a rank that never had a batch, if another rank has one, and if accum is below 1. A
+    ValueError if accum is below 1, and on a rank that never had a batch if another rank has one. A
     step in which all ranks together count 0 is left out.
 
     Batches are read one step ahead, so the position of a loader is not the number of finished

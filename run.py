@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 T = TypeVar("T")
-State = dict[str, Any]  # values by name, for example a checkpoint as ckpt.py loads it
+Values = dict[str, Any]  # values by name, for example a checkpoint as ckpt.py loads it
 
 
 def lazy_import(name: str) -> ModuleType:
@@ -218,10 +218,12 @@ def train(flags: Flags, given: set[str]) -> int:
     file.
     """
     with (
-        usage_errors(),  # for errors that process_group itself raises
+        usage_errors(),  # converts errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # For errors of the body: exit code 2. process_group ends the other ranks.
+        # Converts errors of the body before process_group gets them: it ends the other ranks with
+        # the exit code of the error.
+        usage_errors(),
     ):
         rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
         # Ranks with different flags, for example from the environment, would train on wrong data.
@@ -237,8 +239,8 @@ def train(flags: Flags, given: set[str]) -> int:
         # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or the model of
         # --init-from at step 0, whose "config" has only the flags that define the model; or {} for
         # a new model. All ranks get `saved`, the state without its large parts. wait_together calls
-        # a function on each rank and returns each rank's own result. An error on one rank is raised
-        # on all.
+        # a function on all ranks. When all have ended, each rank gets its own result, or all get
+        # the error of one rank.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -271,7 +273,7 @@ def train(flags: Flags, given: set[str]) -> int:
         resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
-        machine: State = {"ranks": world.size}  # what config.json says besides the flags
+        machine: Values = {"ranks": world.size}  # what config.json says besides the flags
         with suppress(FileNotFoundError):  # no extra: mfu is unknown, the memory is not checked
             machine |= extra("machine").check_and_describe(
                 world.device, dtype, world.size, flags.strategy, config
@@ -334,7 +336,7 @@ def train(flags: Flags, given: set[str]) -> int:
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
         # "data" is the digest of the data. Their path is in "config".
         constants = {"data": corpus.digest, "config": saved_config, "vocabulary": vocabulary}
-        rejected = saved.get("rejected", [])
+        rejected = saved.get("rejected", {})
         prepare = partial(
             prepare_folder, flags.out, storage, start_step, rejected, resolved | machine
         )
@@ -390,13 +392,14 @@ def train(flags: Flags, given: set[str]) -> int:
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
                 # loop.train_ skips a step whose loss or gradient is not finite, and raises
-                # FloatingPointError after five of them in a row. The weights after such a step are
-                # those of the step before, and --keep would delete older checkpoints for equal
-                # ones. So such a step is saved only at a stop or at the end. A report is equal on
-                # all ranks, so all decide the same.
+                # FloatingPointError after five of them in a row. Such a step does not change the
+                # weights, so it is saved only at a stop or at the end: otherwise --keep would
+                # delete an older checkpoint for a copy of a newer one. A report is equal on all
+                # ranks, so all decide the same.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # If an evaluation or a snapshot follows, rank 0 has waited for the device above, in
-                # float() or isfinite(). So the time from here to the end of both has no training.
+                # float() or isfinite(). So no training runs from here to the end of both, and this
+                # time does not count: see logged_at.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -414,7 +417,7 @@ def train(flags: Flags, given: set[str]) -> int:
                         with suppress(FileNotFoundError):  # no extra: ranks are not compared
                             extra("replicas").verify_replicas(replica, optimizers)
                     # If an earlier save has not ended by its deadline, leave this checkpoint out.
-                    if save_started := wait_for_saves():
+                    if may_save := wait_for_saves():
                         state = storage.snapshot(  # every rank helps with it
                             replica,
                             optimizers,
@@ -439,7 +442,7 @@ def train(flags: Flags, given: set[str]) -> int:
             wait_for_save(*writing)
             raise
         # The last step has no checkpoint if its save was left out, hangs, or failed.
-        ended = save_started and wait_for_saves()
+        ended = may_save and wait_for_saves()
         failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
     if rank0 and failed:
         say(f"Error: the checkpoint of step {step} was not written", error=True)
@@ -463,17 +466,12 @@ def open_storage(out: str, write_sharded: bool = False) -> Any:
     return ckpt
 
 
-def find_checkpoint(
-    out: str, storage: ModuleType, load: Callable[..., State] | None = None
-) -> State:
-    """Return the newest checkpoint that verifies; {} if there is no checkpoint.
+def find_checkpoint(out: str, storage: ModuleType) -> Values:
+    """Return the newest checkpoint that is not damaged; {} if there is no checkpoint.
 
-    "rejected" in it is a list with a line for each newer, damaged checkpoint. storage.newest raises
-    ValueError if there are checkpoints but none verifies.
-
-    load: in place of storage.load.
+    Its "rejected" is {name: reason} of the newer, damaged ones. ValueError if all are damaged.
     """
-    found, rejected = storage.newest(out, load=load or storage.load)
+    found, rejected = storage.newest(out)
     if not found:
         return {}
     state = {**found.state, "name": f"{out}/{found.entry.name}", "rejected": rejected}
@@ -489,17 +487,16 @@ def find_checkpoint(
     return state
 
 
-def find_start(flags: Flags, storage: ModuleType) -> State:
+def find_start(flags: Flags, storage: ModuleType) -> Values:
     """Return the state that the run starts from; {} for a new model."""
     state = find_checkpoint(flags.out, storage)
     if not state and flags.init_from:
-        source, start_state = open_storage(flags.init_from), extra("exchange").start_state
-        read = extra("reader").read  # for files of other people
-        state = start_state(flags.init_from, flags.out, source, newest_checkpoint, read)
+        source, read = open_storage(flags.init_from), extra("reader").read
+        state = extra("exchange").start_state(flags.init_from, flags.out, source, read)
     return state
 
 
-def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
+def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
     """Return the flags. Those that are not given are taken from the checkpoint, except
     NOT_RESTORED.
 
@@ -523,7 +520,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: State) -> Flags:
 def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     """Read the data that the flags name, as tokens.
 
-    chars: the characters or the tokenizer.json of the checkpoint; "" if there is none.
+    chars: the characters, or the content of the tokenizer.json, in the checkpoint; "" without one.
     """
     tokenizer = flags.tokenizer
     files: list[str] = []  # the default text
@@ -539,7 +536,7 @@ def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
 
 
 def load_data(
-    flags: Flags, given: set[str], saved: State, world: ddp_setup.World
+    flags: Flags, given: set[str], saved: Values, world: ddp_setup.World
 ) -> tuple[chardata.Corpus, chardata.BatchPlan, chardata.BatchPlan]:
     """Return the data, and the plans for training and validation.
 
@@ -553,9 +550,10 @@ def load_data(
         # If this is an error on some ranks only, process_group ends the others.
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
-        kinds = [corpus.kind, saved["vocabulary"]["kind"] if saved else corpus.kind]
-        if kinds[0] != kinds[1] and {*kinds} != {"ids", "tokenizer"}:
-            raise ValueError(f"is {kinds[0]}; the model needs {kinds[1]}")
+        kind = saved["vocabulary"]["kind"] if saved else corpus.kind
+        # Token files fit a model with a tokenizer.json, and the reverse: both have ids.
+        if kind != corpus.kind and {kind, corpus.kind} != {"ids", "tokenizer"}:
+            raise ValueError(f"is {corpus.kind}; the model needs {kind}")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
             raise ValueError(
                 f"is not that of the run in {flags.out}; name other data, or another --out"
@@ -588,7 +586,7 @@ def validate(
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
 
 
-def model_config(values: State) -> gpt.Config:
+def model_config(values: Values) -> gpt.Config:
     """Return the configuration of the model from the values of the flags by name."""
     return gpt.Config(**{name: values[name] for name in gpt.Config._fields})
 
@@ -618,7 +616,7 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
 
 
 def pick_dtype(flag: str, device: torch.device) -> str:
-    """Return the dtype of the flag. "auto" is bfloat16 if the device has it, else float32."""
+    """Return the dtype of the flag. "auto" is bfloat16 if a GPU or CPU has it, else float32."""
     if flag != "auto":
         return flag
     if device.type == "cuda":
@@ -629,10 +627,10 @@ def pick_dtype(flag: str, device: torch.device) -> str:
 
 
 def should_compile(flag: bool | None, device: torch.device, flops: float) -> bool:
-    """Whether to compile. Without a flag: if there is a compiler, on CUDA, and on a CPU if that
-    saves more than it costs.
+    """Return whether to compile. Without a flag: if there is a compiler, and the device is CUDA, or
+    a CPU on which the run is long.
 
-    flops: those of the whole run, also if it is resumed, so that it decides the same.
+    flops: of the whole run, so that a resumed run decides the same.
     """
     if flag is not None:
         return flag
@@ -643,7 +641,7 @@ def should_compile(flag: bool | None, device: torch.device, flops: float) -> boo
 
 
 def prepare_folder(
-    out: str, storage: ModuleType, step: int, rejected: list[str], config: State
+    out: str, storage: ModuleType, step: int, rejected: dict[str, str], config: Values
 ) -> object:
     """Write the first files into the folder `out` and return its lock.
 
@@ -656,13 +654,12 @@ def prepare_folder(
         raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
     lock: object = storage.lock(out)
-    damaged = [line.split(":")[0] for line in rejected]  # each line is "NAME: REASON"
     # Before this run had the lock, another one may have written newer checkpoints.
-    if any(e.step > step and e.name not in damaged for e in storage.list_checkpoints(out)):
+    if any(e.step > step and e.name not in rejected for e in storage.list_checkpoints(out)):
         raise ValueError("another run has just written to it; start again to continue from there")
-    for name, line in zip(damaged, rejected):
+    for name, reason in rejected.items():
         storage.set_aside(out, name)
-        warn(f"{line}; set aside, continuing from step {step}")
+        warn(f"{name}: {reason}; set aside, continuing from step {step}")
     # The lines that append_metrics wrote. All others are removed, such as one that a crash cut off.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     lines = re.finditer(pattern, storage.read_text(out, "metrics.jsonl"))
@@ -705,7 +702,7 @@ def warn(text: str) -> None:
 warn_once = cache(warn)  # prints each text once
 
 
-def append_metrics(storage: ModuleType, out: str, record: State) -> None:
+def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
     """Add a record of numbers to metrics.jsonl, with the time, and with null for NaN and infinity.
 
     The time is the number of seconds since 1970.
@@ -726,7 +723,7 @@ def show_progress(batches: Iterator[chardata.Batch], show: bool) -> Iterator[cha
         yield batch
 
 
-def format_record(record: State, total: int, seconds_left: float) -> str:
+def format_record(record: Values, total: int, seconds_left: float) -> str:
     """Return the line that is printed for a step."""
     return (
         f"step {record['step']}/{total}  epoch {record['epoch']:.2f}  loss {record['loss']:.4f}"
@@ -753,17 +750,17 @@ def usage_errors(subject: str = "") -> Iterator[None]:
 # ------------------------------------------------------------------------------ sample and evaluate
 
 
-def newest_checkpoint(out: str, load: Callable[..., State] | None = None) -> State:
-    """Return the newest checkpoint that verifies; ValueError if there is none."""
-    state = find_checkpoint(out, open_storage(out), load)
+def newest_checkpoint(out: str) -> Values:
+    """Return the newest checkpoint that is not damaged; ValueError if there is none."""
+    state = find_checkpoint(out, open_storage(out))
     if not state:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another --out")
-    for line in state.pop("rejected"):
-        warn(f"{line}; using {state['name']}")
+    for name, reason in state.pop("rejected").items():
+        warn(f"{name}: {reason}; using {state['name']}")
     return state
 
 
-def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, State]:
+def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     """Return the model of the newest checkpoint, ready for inference, and that checkpoint.
 
     All ranks call this. ValueError if they find different checkpoints.
@@ -822,10 +819,10 @@ def sample(
         ids = codec.encode(prompt, kind, chars).tolist()
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
-        # Without a seed, torch would draw the same in each process; torch.seed() makes a new one.
+        # torch's default seed would give the same text at each start. torch.seed() makes a new one.
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
-        generated = islice(generated, max_new_tokens)  # ValueError if the number is too large
+        generated = islice(generated, max_new_tokens)  # ValueError above sys.maxsize
     # Outside of usage_errors, because output that cannot be written is not a mistake in the flags.
     # The first text is printed while all are generated; tee keeps the tokens of the others.
     for row, batches in enumerate(tee(generated, num_samples)):
@@ -913,7 +910,7 @@ def cli(**values: Any) -> None:
     # it.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
-    if flags.spawn is None or multiprocessing.parent_process():  # a rank that spawn() started
+    if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
         ctx.exit(train(flags, given))
     if "RANK" in os.environ:
         raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
@@ -942,7 +939,7 @@ def main() -> None:
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:
-            # Without this extra, ddp_setup refuses several tasks.
+            # Without this extra, ddp_setup refuses a step of SLURM with more than one task.
             with usage_errors(), suppress(FileNotFoundError):
                 extra("slurm").set_launch_env_(os.environ)
         code = cli.main(standalone_mode=False) or DONE

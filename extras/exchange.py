@@ -13,6 +13,7 @@ make_tokenizer from this file.
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -71,24 +72,19 @@ def read(path: str, load: Callable[[BinaryIO], Any]) -> Model:
 
 
 def start_state(
-    path: str,
-    out: str,
-    storage: Any,
-    newest_checkpoint: Callable[..., dict[str, Any]],
-    load: Callable[[BinaryIO], Any],
+    path: str, out: str, storage: Any, load: Callable[[BinaryIO], Any]
 ) -> dict[str, Any]:
     """Return what run.py starts from with --init-from: model, config (flags), vocabulary, name.
 
     path: the --out folder of another run, or what `read` takes. out: this run's folder.
-    storage: the functions of ckpt.py for `path`. newest_checkpoint(path, load=...): the newest
-    checkpoint of a folder, as run.py saves it. load: see `read`.
+    storage: the functions of ckpt.py for `path`. load: see `read`.
     """
     if "://" in path:  # and do not print it, because it can contain a password
         raise ValueError("--init-from cannot read a URL; download the model and name its folder")
     if os.path.realpath(path) == os.path.realpath(out):
         raise ValueError(f"--init-from {path} is the folder of --out; choose another --out")
 
-    def load_checked(folder: str, entry: Any) -> dict[str, Any]:
+    def load_checked(folder: str, entry: Any) -> Model:
         """Load a checkpoint. ValueError if it could do harm, or is not a model as `read` wants."""
         file = Path(folder, entry.name)
         if file.is_file():  # otherwise it is sharded, and extras/sharded.py reads it with `load`
@@ -96,18 +92,15 @@ def start_state(
                 load(opened)
         state = storage.load(folder, entry)
         try:
-            model = check_model(state["config"], state["vocabulary"], state["model"])
+            return check_model(state["config"], state["vocabulary"], state["model"])
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"has a wrong format: {error!r}") from error
-        vocabulary = {**model.vocabulary, "vocab": model.config["vocab"]}
-        return {"model": model.weights, "config": model.config, "vocabulary": vocabulary}
 
-    if storage.list_checkpoints(path):
-        state = newest_checkpoint(path, load=load_checked)
-        sizes, vocabulary, weights = state["config"], state["vocabulary"], state["model"]
-    else:
-        sizes, vocabulary, weights = read(path, load)
-        vocabulary = {**vocabulary, "vocab": sizes["vocab"]}
+    found, rejected = storage.newest(path, load=load_checked)
+    for name, reason in rejected.items():
+        warnings.warn(f"{name}: {reason}; using {found.entry.name}", stacklevel=2)
+    sizes, vocabulary, weights = found.state if found else read(path, load)
+    vocabulary = {**vocabulary, "vocab": sizes["vocab"]}
     flags = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
     kind = vocabulary["kind"]
     if kind in ("ids", "tokenizer"):

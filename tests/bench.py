@@ -664,20 +664,26 @@ def start_up() -> Iterator[Row]:
 
 
 def sampling() -> Iterator[Row]:
-    """Compare sampling with cached keys and values with computing the whole context each time."""
+    """Compare sampling with computing the whole context each time, and with its limit.
+
+    A token needs all weights once. So it takes at least as long as to add up as many numbers.
+    """
     for shape in (LARGE, SMALL):
         model = make_model(shape)[0].eval()
+        weights = torch.ones(sum(p.numel() for p in model.parameters()), device=DEVICE)
         prompt, count = torch.zeros(1, dtype=torch.int64, device=DEVICE), shape.T - 1
         taken = medians(
             {
                 "cached": lambda: list(islice(gpt.sample(model, prompt), count)),
                 "uncached": lambda: sample_without_cache(model, prompt, count),
+                "limit": lambda: [weights.sum() for _ in range(count)],
             },
             5,
         )
         rate = {name: count / seconds for name, seconds in taken.items()}
         what = f"{shape}: sampling"
         yield row(what, rate["cached"], "tokens/s", "without a cache", rate["uncached"])
+        yield row(what, rate["cached"], "tokens/s", "reading the weights", rate["limit"])
 
 
 @torch.no_grad()

@@ -816,7 +816,7 @@ def test_token_files_and_text_files_together_are_refused(tmp_path):
 def test_another_vocabulary_size_than_that_of_a_text_is_refused(kind, size, tmp_path):
     (tmp_path / "x.txt").write_text("abc")
     assert read(tmp_path / "x.txt", kind, vocab=size).vocab == size
-    with pytest.raises(ValueError, match=f"x.txt: is text with {size} different tokens, not 100"):
+    with pytest.raises(ValueError, match=f"x.txt: is text with a vocabulary of {size}, not 100"):
         read(tmp_path / "x.txt", kind, vocab=100)
     with pytest.raises(ValueError, match="the default text: is text"):
         chardata.read([], kind, vocab=100)

@@ -29,10 +29,11 @@ def count_correct(model, batch):
 
 def resume_(model, opt, world):
     found, rejected = ddp_setup.wait_together(
-        lambda: ckpt.newest("out") if world.rank == 0 else (None, []), world
+        lambda: ckpt.newest("out") if world.rank == 0 else (None, {}), world
     )
-    for line in rejected:
-        print(line)
+    for name, reason in rejected.items():
+        print(f"{name}: {reason}")
+        ckpt.set_aside("out", name)
     ckpt.restore_(found.state if found else {}, model, [opt])
     return ddp_setup.from_rank_zero(lambda: found.entry.step if found else 0, world)
 

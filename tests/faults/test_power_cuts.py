@@ -511,7 +511,7 @@ def check_checkpoints(files: Any, out: str, marks: list[str], damaged: Sequence[
     found, rejected = files.newest(out)
     step = found.entry.step if found else 0
     assert not known or steps["saved"] <= step <= max(steps.values()), (step, steps)
-    assert {line.split(":")[0] for line in rejected} <= {*damaged}, rejected
+    assert rejected.keys() <= {*damaged}, rejected
     for entry in files.list_checkpoints(out):
         assert f"gone {entry.name}" not in marks, entry
         if entry.name not in damaged:
@@ -539,8 +539,7 @@ def continue_run(files: Any, out: str, is_first: bool = True) -> None:
         mark(f"saved {steps[0]}")
         files.make_folder(out)
         lock = files.lock(out)
-        for line in rejected:
-            name = line.split(":")[0]
+        for name in rejected:
             files.set_aside(out, name)
             mark(f"gone {name}")
         for name, text in TEXTS.items():

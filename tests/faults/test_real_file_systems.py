@@ -138,7 +138,7 @@ def cut_once(mounted, number: int, with_fsync: bool = True) -> None:
     mount_again()
 
     found, rejected = ckpt.newest(f"{out}")
-    assert rejected == [], "a checkpoint is neither complete nor absent"
+    assert rejected == {}, "a checkpoint is neither complete nor absent"
     newest = found.entry.step if found else 0
     assert newest in (saved, saved + 1), f"the save of step {saved} is lost, found {newest}"
     for entry in ckpt.list_checkpoints(f"{out}"):

@@ -224,7 +224,7 @@ def study(folder: Path, operation: Operation) -> Studied:
     out = f"{folder}/out"
     folder.mkdir()
     operation.fill(out)
-    before, damaged = read_folder(out), get_damaged(BOTH.newest(out)[1])
+    before, damaged = read_folder(out), {*BOTH.newest(out)[1]}
     intact = [entry for entry in BOTH.list_checkpoints(out) if entry.name not in damaged]
     log = "\n".join(run_again(operation, folder, before, []).log)
     names = sorted({*re.findall(rf'["<]({re.escape(out)}(?:/[^">]*)?)[">]', log)})
@@ -303,7 +303,7 @@ def check_outcome(studied: Studied, fault: Fault, outcome: Outcome) -> None:
         if any(f"{entry.name}.damaged" in now for entry in studied.intact[-1:]):
             steps.add(studied.intact[-2].step)  # the last one could not be read, and was set aside
     check_checkpoints(studied.out, steps, studied.damaged)
-    finish(studied, get_damaged((outcome.result or [0, []])[1]))
+    finish(studied, {*(outcome.result or [0, {}])[1]})
 
 
 def check_report(studied: Studied, fault: Fault, outcome: Outcome) -> None:
@@ -317,19 +317,14 @@ def check_report(studied: Studied, fault: Fault, outcome: Outcome) -> None:
             assert changes(outcome.log) == changes(reference.log), "the fault was not reported"
     elif error == "":  # checkpoints could not be read, so that an older one was found
         step, rejected = outcome.result
-        usable = [e.step for e in studied.intact if e.name not in get_damaged(rejected)]
+        usable = [e.step for e in studied.intact if e.name not in rejected]
         assert step == max(usable, default=0), "not the newest that could be read"
-
-
-def get_damaged(rejected: list[str]) -> set[str]:
-    """Return the names in the lines of `newest` about checkpoints that do not verify."""
-    return {line.split(":")[0] for line in rejected}
 
 
 def check_checkpoints(out: str, steps: set[int], damaged: set[str]) -> None:
     """Each checkpoint that is not `damaged` verifies; the newest is one of `steps` (0: none)."""
     found, rejected = BOTH.newest(out)
-    assert get_damaged(rejected) <= damaged, rejected
+    assert rejected.keys() <= damaged, rejected
     assert (found.entry.step if found else 0) in steps, f"{found and found.entry} is not of {steps}"
     for entry in BOTH.list_checkpoints(out):
         if entry.name not in damaged:
@@ -340,7 +335,7 @@ def finish(studied: Studied, rejected: set[str]) -> None:
     """Continue from what the faults have left. The first save must leave nothing over."""
     out = studied.out
     step, damaged = continue_run(out)
-    assert get_damaged(damaged) <= studied.damaged, damaged
+    assert damaged.keys() <= studied.damaged, damaged
     check_checkpoints(out, {step + 1}, set())
     kept = {entry.name for entry in BOTH.list_checkpoints(out)}
     assert len(kept) <= 2
@@ -369,8 +364,8 @@ def resume(out: str) -> list[Any]:
     found, rejected = BOTH.newest(out)
     BOTH.make_folder(out)
     lock = BOTH.lock(out)
-    for line in rejected:
-        BOTH.set_aside(out, line.split(":")[0])
+    for name in rejected:
+        BOTH.set_aside(out, name)
     for name, text in TEXTS.items():
         BOTH.read_text(out, name)
         BOTH.write_text(out, name, text)
