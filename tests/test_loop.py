@@ -554,7 +554,9 @@ def test_schedules_have_the_values_of_their_formulas(factor, expected):
 
 def test_lr_at_scales_the_initial_rate_of_each_group_also_after_a_resume():
     model = mlp()
-    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.5}]
+    # torch's schedulers set "initial_lr" too.
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 9.0}]
+    groups[1]["initial_lr"] = 0.5
     optimizer = torch.optim.SGD(groups, lr=2.0)
     lr_at = {0: 1.0, 1: 0.5, 2: 0.1, 3: 0.0}.get
     step = ([(X[:1], Y[:1])], 1)

@@ -226,7 +226,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(files, url, tmp_path):
 
     torch.save({"model": {"w": MakesAFolder()}}, tmp_path / "bad")
     bad = put_named(url, 20, (tmp_path / "bad").read_bytes())
-    with pytest.raises(ValueError, match=f"{bad}: not a checkpoint: "):
+    with pytest.raises(ValueError, match=f"'{bad}': 'not a checkpoint: "):
         files.newest(url)
     assert not (tmp_path / "was run").exists()
 
