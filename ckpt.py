@@ -156,8 +156,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     Not for SparseAdam and LBFGS, which torch cannot restore in this way. Of optimizers that also
     keep state in their groups (schedule-free, Prodigy), this state is not restored.
 
-    ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
-    and moments may be deleted.
+    ValueError on every rank if the state does not fit. The model is then unchanged (if the
+    optimizers change nothing in a step with the learning rate 0), but gradients and moments may be
+    deleted.
     """
     in_group = dist.is_initialized()
     if in_group:
@@ -186,21 +187,31 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
     )
-    dcp.set_model_state_dict(model, dict(state["model"]), options=options)  # torch changes the dict
     for optimizer, theirs, groups in zip(optimizers, saved, named_groups):
-        if theirs:
-            # torch requires "param_groups", and replaces the groups of the optimizer by copies in
-            # which tuples, such as betas, have become lists. So put the original ones back
-            # afterwards.
-            new = {"state": copy.deepcopy(theirs["state"]), "param_groups": groups}
-            own = optimizer.param_groups
-            dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
-            optimizer.param_groups = own
-            # Delete moments that torch made for parameters that have none in the checkpoint.
-            for own_group, group in zip(own, groups):
-                for parameter, name in zip(own_group["params"], group["params"]):
-                    if not theirs["state"].get(name):
-                        optimizer.state.pop(parameter, None)
+        if not theirs:
+            continue
+        # torch requires "param_groups", and replaces the groups of the optimizer by copies in which
+        # tuples, such as betas, have become lists. So put the original ones back afterwards.
+        new = {"state": copy.deepcopy(theirs["state"]), "param_groups": groups}
+        own, moments = optimizer.param_groups, State()
+        # torch converts moments to the dtype of their parameter. So keep them as they were saved.
+        hook = optimizer.register_load_state_dict_pre_hook(lambda _, x: moments.update(x["state"]))
+        dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
+        hook.remove()
+        optimizer.param_groups = own
+        for own_group, group in zip(own, groups):
+            for parameter, name in zip(own_group["params"], group["params"]):
+                # Delete moments that torch made for a parameter that has none in the checkpoint.
+                if not theirs["state"].get(name):
+                    optimizer.state.pop(parameter, None)
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if _kind(value) != _kind(moments[name][key]):
+                        optimizer.state[parameter][key] = moments[name][key].to(value.device)
+    # The model comes last, because torch lets the optimizers take a step: see _check_and_reset_.
+    # torch changes the dict that it gets. On other ranks than 0 the dict must be empty, because
+    # torch would load the second name of a module that has two names from it.
+    weights = {} if in_group and dist.get_rank() > 0 else dict(state["model"])
+    dcp.set_model_state_dict(model, weights, options=options)
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:

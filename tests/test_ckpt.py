@@ -90,7 +90,8 @@ def same(a, b):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):
         equal_kind = a.dtype == b.dtype and a.shape == b.shape
-        return equal_kind and a.numpy().tobytes() == b.numpy().tobytes()
+        flat = (tensor.reshape(-1).view(torch.uint8) for tensor in (a, b))
+        return equal_kind and torch.equal(*flat)
     return a == b
 
 
@@ -430,6 +431,55 @@ def test_a_state_that_does_not_fit_is_named_and_the_model_is_unchanged(change):
     with pytest.raises(ValueError, match=re.escape(MISFITS[change])):
         ckpt.restore_(state_of_another_model(change), model, optimizers)
     assert same(model.state_dict(), before)
+
+
+def unusual(case, seed):
+    """Return a model and an optimizer that have made two steps."""
+    torch.manual_seed(seed)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model = nn.Sequential(block, block) if case == "a module with two names" else block
+    if case == "moments that are wider than the weights":
+        optimizer = torch.optim.NAdam(model.bfloat16().parameters())
+    else:  # with eps=0, a step with zero gradients is 0 / 0
+        eps = 0.0 if case == "a step with the learning rate 0 changes the weights" else 1e-8
+        optimizer = torch.optim.Adam(model.parameters(), eps=eps)
+    for _ in range(2):
+        model(torch.randn(8, 4, dtype=next(model.parameters()).dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, [optimizer]
+
+
+UNUSUAL = [
+    "a module with two names",
+    "moments that are wider than the weights",
+    "a step with the learning rate 0 changes the weights",
+]
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unusual_models_and_optimizers_are_restored_exactly(case):
+    stopped, resumed = unusual(case, 0), unusual(case, 1)
+    ckpt.restore_(ckpt.snapshot(*stopped), *resumed)
+    assert same(everything(*resumed), everything(*stopped))
+    ckpt.restore_(ckpt.snapshot(*resumed), *unusual(case, 2))  # the dtypes still fit
+
+
+def restore_unusual_in_a_group(path):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}/store", rank=int(os.environ["RANK"]), world_size=2
+    )
+    for case in UNUSUAL:
+        stopped, resumed = unusual(case, 0), unusual(case, 1)
+        state = ckpt.snapshot(*stopped)
+        ckpt.restore_({} if dist.get_rank() else state, *resumed)
+        assert same(everything(*resumed), everything(*stopped)), case
+    dist.destroy_process_group()
+    time.sleep(0.1)  # see restore_in_a_group
+
+
+def test_unusual_models_and_optimizers_are_restored_exactly_on_all_ranks(tmp_path):
+    run_on_ranks(restore_unusual_in_a_group, 2, str(tmp_path))
 
 
 def restore_in_a_group(path):
