@@ -103,15 +103,15 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
 
     Text files: with kind "char", each character becomes one id, and the ids are held in memory. The
     vocabulary is `chars` if given (for example that of a saved model), else the characters that
-    occur, in code point order. With kind "byte", each byte is one id, and the file is
+    occur, in code point order. With kind "byte", each byte is one id, and a file above 1 MiB is
     memory-mapped.
 
     Token files: .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the
-    header of llm.c) contain ids. They are memory-mapped, and the result has kind "ids" whatever
-    `kind` is. A .bin of another type, without a header, cannot be recognised and is misread: write
-    .npy instead. The vocabulary size is `vocab` if given. Else the whole files are read once to
-    find the highest id, and the size is this id + 1, rounded up to a multiple of 64, because matrix
-    products of such sizes are faster.
+    header of llm.c) contain ids. The result has kind "ids" whatever `kind` is. All .npy, and .bin
+    above 1 MiB, are memory-mapped. A .bin of another type, without a header, cannot be recognised
+    and is misread: write .npy instead. The vocabulary size is `vocab` if given. Else the whole
+    files are read once to find the highest id, and the size is this id + 1, rounded up to a
+    multiple of 64, because matrix products of such sizes are faster.
 
     A file without tokens is left out. Raises ValueError or OSError with the name of a file if all
     files are empty, if text and token files are mixed, if a text has another vocabulary size than
@@ -121,12 +121,12 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     """
     stamps = tuple(map(_stamp, files))  # before reading, so that a change meanwhile is noticed
     names = files or ["the default text"]
-    arrays = [_map_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
+    arrays = [_read_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
     tokens: Tokens = tuple(filter(len, arrays))
     if not tokens:
         raise ValueError(f"{names[0]}: is empty (number of data files: {len(names)})")
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]
-    if len(token_files) not in (0, len(names)):
+    if 0 < len(token_files) < len(names):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
     if token_files:
         kind, chars = "ids", ""
@@ -163,8 +163,8 @@ def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[Tok
     return tokens, chars
 
 
-def _map_file(name: str) -> np.ndarray:
-    """Map a file into memory: (n,) of its own type for .npy, uint16 for .bin, otherwise uint8."""
+def _read_file(name: str) -> np.ndarray:
+    """Read or map a file: (n,) of its own type for .npy, uint16 for .bin, otherwise uint8."""
     size, dtype, start = os.path.getsize(name), "u1", 0
     if name.endswith(".npy"):
         try:
@@ -194,7 +194,10 @@ def _map_file(name: str) -> np.ndarray:
                 f"{name}: {size} bytes, header version {version}; must be "
                 f"{start + 2 * count} bytes for {count} uint16 tokens, header version 1"
             )
-    return np.memmap(name, dtype, "r", start) if size > start else np.empty(0, dtype)
+    if size > MIB:
+        return np.memmap(name, dtype, "r", start)
+    # A mapped file stays open, and a process can open only about a thousand.
+    return np.fromfile(name, dtype, offset=start)
 
 
 def _stamp(name: str) -> Stamp:

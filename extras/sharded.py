@@ -137,12 +137,19 @@ def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
 
 def _names(model: nn.Module) -> tuple[dict[str, str], dict[Tensor, str]]:
     """Return {name: first name} and {tensor: first name}: a tied head has two names."""
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    state = bare.state_dict(keep_vars=True)
-    if others := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise ValueError(f"{others[0]} is not a tensor; a sharded checkpoint cannot have it")
-    tensors = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+    tensors: dict[str, Tensor] = {}
+    replicas = [
+        f"{name}.module.".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+    ]
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or name.endswith("_extra_state"):
+            raise ValueError(f"{name} is not a parameter or buffer; sharded checkpoints need that")
+        for prefix in replicas:
+            if name.startswith(prefix):
+                name = name.replace(prefix, prefix.removesuffix("module."), 1)
+        tensors[name.replace("_orig_mod.", "")] = value
     first = {value: name for name, value in reversed(tensors.items())}
     return {name: first[value] for name, value in tensors.items()}, first
 
@@ -153,8 +160,13 @@ def _state_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor
     tensors = {f"model.{name}": value.detach() for value, name in names.items()}
     for i, optimizer in enumerate(optimizers):
         for parameter, moments in optimizer.state.items():
-            prefix = f"optimizers.{i}.{names[parameter]}"
-            tensors |= {f"{prefix}.{key}": value.detach() for key, value in moments.items()}
+            if parameter not in names:
+                raise ValueError(f"optimizer {i} has a parameter that is not one of the model")
+            for key, value in moments.items():
+                name = f"optimizers.{i}.{names[parameter]}.{key}"
+                if not isinstance(value, Tensor):
+                    raise ValueError(f"{name} is not a tensor; a sharded checkpoint cannot have it")
+                tensors[name] = value.detach()
     return tensors
 
 

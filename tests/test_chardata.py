@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import resource
 import subprocess
 import sys
 import tracemalloc
@@ -557,7 +558,7 @@ def is_mapped(array, path):
 
 
 def test_bytes_are_the_mapped_file(tmp_path):
-    path, raw = tmp_path / "any", bytes(range(256)) * 3 + b"\xff\n"
+    path, raw = tmp_path / "any", bytes(range(256)) * 5000 + b"\xff\n"  # above 1 MiB
     path.write_bytes(raw)
     corpus = read(path, "byte")
     assert (corpus.kind, corpus.vocab, corpus.chars) == ("byte", 256, "")
@@ -568,12 +569,12 @@ def test_bytes_are_the_mapped_file(tmp_path):
 @pytest.mark.parametrize("kind", ["char", "byte"])
 @pytest.mark.parametrize("dtype", ["bin", "u1", "<u2", ">u2", "u4", "u8"])
 def test_token_files_are_mapped_whatever_the_kind(dtype, kind, tmp_path):
-    ids = np.array([3, 250, 0, 127], dtype="<u2" if dtype == "bin" else dtype)
+    ids = np.array([3, 250, 0, 127], dtype="<u2" if dtype == "bin" else dtype).repeat(300_000)
     path = tmp_path / ("ids.bin" if dtype == "bin" else "ids.npy")
     ids.tofile(path) if dtype == "bin" else np.save(path, ids)
     corpus = read(path, kind)
     assert corpus.kind == "ids" and corpus.chars == "" and corpus.tokens[0].dtype == ids.dtype
-    assert corpus.tokens[0].tolist() == ids.tolist()
+    assert np.array_equal(corpus.tokens[0], ids)
     assert corpus.vocab == 256  # 251 ids, rounded up to a multiple of 64
     assert is_mapped(corpus.tokens[0], path)
 
@@ -590,6 +591,21 @@ def test_a_given_vocabulary_size_is_taken_and_the_tokens_are_not_searched(tmp_pa
     with open(path, "wb") as file:
         file.truncate(1 << 40)  # sparse: the file takes no room, but reading 1 TiB takes minutes
     assert read(path, "char", vocab=50257).vocab == 50257
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_more_files_than_a_process_can_open_are_read(kind, tmp_path):
+    for i in range(200):
+        (tmp_path / f"{i:03}.txt").write_text(f"{i:03}")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, limits[1]))
+    try:
+        corpus = read(tmp_path / "*.txt", kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    text = "".join(f"{i:03}" for i in range(200))
+    ids = np.concatenate(corpus.tokens).tolist()
+    assert "".join(chardata.decode(ids, kind, corpus.chars)) == text
 
 
 def test_a_glob_is_read_in_the_order_of_names_and_into_folders(tmp_path):

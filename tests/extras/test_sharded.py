@@ -238,21 +238,39 @@ def buffers(world, folder, files):
     ]
 
 
+def wrapped_parts(world, folder, files):
+    """Return the names in a checkpoint of a model of which DDP wraps one part."""
+    model = nn.ModuleDict({"submodule": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
+    model["b"] = nn.parallel.DistributedDataParallel(model["b"])
+    return [*files.snapshot(model, [])["manifest"]["names"]]
+
+
 def refused(world, folder, files):
     """Return the messages for values that a sharded checkpoint cannot have."""
 
     class Extra(nn.Linear):
         def get_extra_state(self):
-            return {"a": 1}
+            return torch.ones(1)
 
+    class PlainNumbers(torch.optim.Optimizer):
+        def step(self):
+            self.state[self.param_groups[0]["params"][0]]["step"] = 1
+
+    plain, counting = nn.Linear(1, 1), nn.Linear(1, 1)
+    number = PlainNumbers(counting.parameters(), {})
+    number.step()
+    other = PlainNumbers([nn.Parameter(torch.ones(1))], {})
+    other.step()
     messages = []
-    for model, more in (
-        (Extra(1, 1), {}),
-        (nn.Linear(1, 1), {"scheduler": {"milestones": {3: 1}}}),
-        (nn.Linear(1, 1), {"mean": torch.ones(1)}),
+    for model, optimizers, more in (
+        (Extra(1, 1), [], {}),
+        (plain, [], {"scheduler": {"milestones": {3: 1}}}),
+        (plain, [], {"mean": torch.ones(1)}),
+        (counting, [number], {}),
+        (plain, [other], {}),
     ):
         with pytest.raises(ValueError) as caught:
-            files.snapshot(model, [], **more)
+            files.snapshot(model, optimizers, **more)
         messages.append(f"{caught.value}")
     with pytest.raises(FileNotFoundError) as missing:
         files.check_shared_folder(f"{folder}/missing")
@@ -266,7 +284,7 @@ def every_job(folder, world):
     files.check_shared_folder(folder)
     write(world, folder, files)
     found = {"read": read(world, folder, files, 3)}
-    for job in (few_rows, full, nan, columns, apart, wrong, buffers, refused):
+    for job in (few_rows, full, nan, columns, apart, wrong, buffers, wrapped_parts, refused):
         found[job.__name__] = job(world, folder, files)
     return found
 
@@ -294,10 +312,18 @@ def test_buffers_that_differ_between_ranks_are_those_of_rank_0(ranks, size):
 
 
 @SIZES
+def test_names_in_a_sharded_checkpoint_have_no_prefix_of_a_wrapped_part(ranks, size):
+    names = ["submodule.weight", "submodule.bias", "b.weight", "b.bias"]
+    assert all(result["wrapped_parts"] == names for result in ranks[0](size))
+
+
+@SIZES
 def test_values_that_json_would_change_and_a_missing_folder_are_errors_on_all_ranks(ranks, size):
     for result in ranks[0](size):
-        extra, scheduler, mean, missing = result["refused"]
-        assert "_extra_state is not a tensor" in extra and "scheduler" in scheduler
+        extra, scheduler, mean, number, other, missing = result["refused"]
+        assert "optimizers.0.weight.step is not a tensor" in number
+        assert "optimizer 0 has a parameter that is not one of the model" in other
+        assert "_extra_state is not a parameter or buffer" in extra and "scheduler" in scheduler
         assert "mean" in mean and "missing" in missing
 
 
