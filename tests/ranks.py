@@ -322,6 +322,7 @@ def terminate_a_forked_child() -> None:
 def destroy_the_group_inside_the_block() -> None:
     with ddp_setup.process_group("cpu", timeout=60) as world:
         assert ddp_setup.any_rank(True, world)
+        assert sys.platform != "linux" or os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         dist.destroy_process_group()
 
 
