@@ -208,7 +208,8 @@ def _stamp(name: str) -> Stamp:
 def verify_unchanged(corpus: Corpus) -> None:
     """Raise OSError with the name of a file that changed or is gone since read().
 
-    Files of kind "char" are not checked, because read() has copied them into memory.
+    Files of kind "char" are not checked, because read() has copied them into memory. All others are
+    checked, also small ones that it has copied.
 
     If a mapped file changes, training reads other tokens. Then all that was trained since the last
     call is in doubt. Call this at the start, before each save and at the end. A call takes about a

@@ -153,8 +153,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     weight decay, ...), and the gradients of their parameters are deleted. `state` is not changed
     and shares no memory with the model and the optimizers.
 
-    Not for SparseAdam and LBFGS, which torch cannot restore in this way. Of optimizers that also
-    keep state in their groups (schedule-free, Prodigy), this state is not restored.
+    Not for SparseAdam and LBFGS, which torch cannot restore in this way, and not for FSDP if a
+    module has two names. Of optimizers that also keep state in their groups (schedule-free,
+    Prodigy), this state is not restored.
 
     ValueError on every rank if the state does not fit. The model is then unchanged (if the
     optimizers change nothing in a step with the learning rate 0), but gradients and moments may be
@@ -204,9 +205,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 # Delete moments that torch made for a parameter that has none in the checkpoint.
                 if not theirs["state"].get(name):
                     optimizer.state.pop(parameter, None)
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if _kind(value) != _kind(moments[name][key]):
-                        optimizer.state[parameter][key] = moments[name][key].to(value.device)
+                    continue
+                ours = optimizer.state[parameter]
+                for key, value in moments.get(name, {}).items():
+                    if _kind(value) != _kind(ours[key]):
+                        ours[key] = value.to(parameter.device)
     # The model comes last, because torch lets the optimizers take a step: see _check_and_reset_.
     # torch changes the dict that it gets. On other ranks than 0 the dict must be empty, because
     # torch would load the second name of a module that has two names from it.
@@ -396,7 +399,8 @@ def newest(
                 raise
             rejected[entry.name] = f"{error}"
     if rejected:
-        raise ValueError(f"{folder}: no checkpoint can be used: {rejected}")
+        reasons = "; ".join(map(": ".join, rejected.items()))
+        raise ValueError(f"{folder}: no checkpoint can be used; {reasons}")
     return None, rejected
 
 

@@ -94,7 +94,7 @@ def start_state(
         try:
             return check_model(state["config"], state["vocabulary"], state["model"])
         except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"has a wrong format: {error!r}") from error
+            raise ValueError(f"was not written by run.py: {error!r}") from error
 
     found, rejected = storage.newest(path, load=load_checked)
     for name, reason in rejected.items():

@@ -140,12 +140,14 @@ def _names(model: nn.Module) -> tuple[dict[str, str], dict[Tensor, str]]:
     tensors: dict[str, Tensor] = {}
     replicas = [
         f"{name}.module.".lstrip(".")
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.parallel.DistributedDataParallel)
     ]
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or name.endswith("_extra_state"):
-            raise ValueError(f"{name} is not a parameter or buffer; sharded checkpoints need that")
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
+            raise ValueError(
+                f"{name} is not a parameter or buffer; a sharded checkpoint has only these"
+            )
         for prefix in replicas:
             if name.startswith(prefix):
                 name = name.replace(prefix, prefix.removesuffix("module."), 1)
@@ -159,9 +161,9 @@ def _state_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor
     _, names = _names(model)
     tensors = {f"model.{name}": value.detach() for value, name in names.items()}
     for i, optimizer in enumerate(optimizers):
+        if any(p not in names for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(f"optimizer {i} has a parameter that is not one of the model")
         for parameter, moments in optimizer.state.items():
-            if parameter not in names:
-                raise ValueError(f"optimizer {i} has a parameter that is not one of the model")
             for key, value in moments.items():
                 name = f"optimizers.{i}.{names[parameter]}.{key}"
                 if not isinstance(value, Tensor):

@@ -479,6 +479,7 @@ def time_steps(
     ranks make equally many calls, and rank 0 writes. threads: for each rank; None: all CPUs.
     """
     with ddp_setup.process_group() as world:
+        machine.keep_freed_memory()
         calls = {name: make(world, *rest) for name, (make, *rest) in candidates.items()}
         torch.set_num_threads(threads or max(1, ddp_setup.available_cpus() // world.size))
         found = medians(calls, 0, rounds)
@@ -1107,7 +1108,8 @@ def main(
     settings = Gpu(data, nanogpt, tiny, time.perf_counter() + 570)
     chosen: list[Callable[..., Iterator[Row]]] = [*GPU_PARTS] if gpu else [*PARTS]
     rows, failed = [], False
-    with ddp_setup.process_group():  # sets the threads and the memory allocator as in a real run
+    machine.keep_freed_memory()  # and threads, as in a real run
+    with ddp_setup.process_group():
         for part in chosen:
             name = part.__name__
             if parts and name not in parts:

@@ -310,8 +310,9 @@ def terminate_a_forked_child() -> None:
         pid = os.fork()
         if not pid:
             os.write(writing, b"1")  # Python loses signals that arrive during a fork
-            while True:
+            for _ in range(20):
                 time.sleep(1)
+            os._exit(0)
         os.read(reading, 1)
         os.kill(pid, signal.SIGINT)  # a child, such as a DataLoader's worker, survives Ctrl-C
         os.kill(pid, signal.SIGTERM)

@@ -722,6 +722,7 @@ def replace(path):
     os.replace(other, path)
 
 
+LARGE = b"ab" * 600_000  # above 1 MiB, so it is mapped
 CHANGES = {
     "rewritten": lambda path: path.write_bytes(b"\0" * os.path.getsize(path)),
     "longer": append,
@@ -737,7 +738,7 @@ CHANGES = {
 def test_a_mapped_file_that_changed_is_named(name, change, tmp_path):
     for path in (tmp_path / "0.txt", tmp_path / name, tmp_path / "9.txt"):
         path = path.with_suffix(Path(name).suffix)
-        np.save(path, np.arange(50, dtype="u2")) if "npy" in name else path.write_bytes(b"ab" * 50)
+        np.save(path, np.arange(50, dtype="u2")) if "npy" in name else path.write_bytes(LARGE)
         os.utime(path, ns=(10**18, 10**18))
     corpus = read(tmp_path / f"*{Path(name).suffix}", "byte")
     chardata.verify_unchanged(corpus)

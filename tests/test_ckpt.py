@@ -465,6 +465,24 @@ def test_unusual_models_and_optimizers_are_restored_exactly(case):
     ckpt.restore_(ckpt.snapshot(*resumed), *unusual(case, 2))  # the dtypes still fit
 
 
+class OwnLoading(torch.optim.Adam):
+    def load_state_dict(self, state_dict):
+        hooks = self._optimizer_load_state_dict_pre_hooks
+        self._optimizer_load_state_dict_pre_hooks = {}
+        super().load_state_dict(state_dict)
+        self._optimizer_load_state_dict_pre_hooks = hooks
+
+
+def test_an_optimizer_that_loads_its_state_without_torchs_hooks_is_restored():
+    model = nn.Linear(2, 2)
+    optimizer = OwnLoading(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(everything(model, [optimizer]))
+    ckpt.restore_(ckpt.snapshot(model, [optimizer]), model, [optimizer])
+    assert same(everything(model, [optimizer]), before)
+
+
 def restore_unusual_in_a_group(path):
     dist.init_process_group(
         "gloo", init_method=f"file://{path}/store", rank=int(os.environ["RANK"]), world_size=2
@@ -871,7 +889,7 @@ def test_newest_raises_if_there_are_checkpoints_but_none_verifies(folder):
     for entry in saved:
         Path(folder, entry.name).write_bytes(b"")
     with pytest.raises(
-        ValueError, match=f"{folder}: no checkpoint can be used: {{'{saved[1].name}': 'd"
+        ValueError, match=f"{folder}: no checkpoint can be used; {saved[1].name}: d"
     ):
         ckpt.newest(folder)
 

@@ -222,10 +222,10 @@ def results(tmp_path_factory):
     def train_and_sample(system: str) -> tuple[list[Ran], Path]:
         folder = root / f"{system}-run"
         folder.mkdir()
-        data = folder / "data.txt"  # as bytes it stays mapped into memory
-        data.write_text("the quick brown fox jumps over the lazy dog; " * 50)
+        data = folder / "data.txt"  # above 1 MiB: as bytes it stays mapped into memory
+        data.write_text("the quick brown fox jumps over the lazy dog; " * 24_000)
         sample = ["sample", "--seed", 1, "--max-new-tokens", 20]
-        commands = [*flags, "--tokenizer", "byte", "--data", data], sample
+        commands = [*flags, "--tokenizer", "byte", "--data", data, "--eval-tokens", 500], sample
         return [run(system, ROOT / "run.py", *args, folder=folder) for args in commands], folder
 
     parts = {"tutorial": tutorial_twice, "run": train_and_sample}

@@ -444,8 +444,8 @@ FORGED = {
     "heads": ({"config": {"heads": "4"}}, "heads is '4'; it must be a positive integer"),
     "block size": ({"config": {"block_size": 1 << 30}}, "positions.weight is (24, 32); it must"),
     "vocabulary": ({"vocabulary": {"kind": "byte"}}, "its vocabulary does not have"),
-    "kind": ({"vocabulary": {"kind": "x"}}, "has a wrong format: KeyError('x')"),
-    "config": ({"config": None}, "has a wrong format: TypeError"),
+    "kind": ({"vocabulary": {"kind": "x"}}, "was not written by run.py: KeyError('x')"),
+    "config": ({"config": None}, "was not written by run.py: TypeError"),
     "infinity": ({"model": {"norm.bias": torch.full((32,), math.inf)}}, "norm.bias is not a"),
     "integers": ({"model": {"norm.bias": torch.ones(32).int()}}, "norm.bias is not a tensor of f"),
 }

@@ -241,8 +241,9 @@ def buffers(world, folder, files):
 def wrapped_parts(world, folder, files):
     """Return the names in a checkpoint of a model of which DDP wraps one part."""
     model = nn.ModuleDict({"submodule": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
-    model["b"] = nn.parallel.DistributedDataParallel(model["b"])
-    return [*files.snapshot(model, [])["manifest"]["names"]]
+    model["b"].my_extra_state = nn.Parameter(torch.ones(1))
+    model["b"] = model["c"] = nn.parallel.DistributedDataParallel(model["b"])
+    return files.snapshot(model, [])["manifest"]["names"]
 
 
 def refused(world, folder, files):
@@ -260,7 +261,6 @@ def refused(world, folder, files):
     number = PlainNumbers(counting.parameters(), {})
     number.step()
     other = PlainNumbers([nn.Parameter(torch.ones(1))], {})
-    other.step()
     messages = []
     for model, optimizers, more in (
         (Extra(1, 1), [], {}),
@@ -313,7 +313,9 @@ def test_buffers_that_differ_between_ranks_are_those_of_rank_0(ranks, size):
 
 @SIZES
 def test_names_in_a_sharded_checkpoint_have_no_prefix_of_a_wrapped_part(ranks, size):
-    names = ["submodule.weight", "submodule.bias", "b.weight", "b.bias"]
+    names = {f"submodule.{kind}": f"submodule.{kind}" for kind in ("weight", "bias")}
+    kinds = ("my_extra_state", "weight", "bias")
+    names |= {f"{part}.{kind}": f"b.{kind}" for part in "bc" for kind in kinds}
     assert all(result["wrapped_parts"] == names for result in ranks[0](size))
 
 

@@ -357,13 +357,15 @@ def test_mapped_data_that_changes_during_the_training_is_noticed_at_the_next_sav
 ):
     """The run then ends, saves nothing of what it computed from the changed data, and, with the old
     data, comes to the same end as a run that nothing disturbed."""
-    mapped = ("byte", "bin", "npy")
+    large, mapped = tmp_path / "large.txt", ("byte", "bin", "npy")
+    large.write_bytes(text.read_bytes() * 250)  # chardata.py maps files above 1 MiB
+    flags = [*flags, "--eval-tokens", 500]
     cases = [(kind, change) for kind in mapped for change in CHANGES]
     undisturbed_of = {}
     for kind in mapped:
         undisturbed_of[kind] = tmp_path / kind / "out"
         (tmp_path / kind).mkdir()
-        reads = write_data(tmp_path / kind, kind, text)
+        reads = write_data(tmp_path / kind, kind, large)
         assert run(*flags, *reads, "--out", undisturbed_of[kind]).code == 0
 
     def trial(number: int) -> None:
@@ -374,7 +376,7 @@ def test_mapped_data_that_changes_during_the_training_is_noticed_at_the_next_sav
             tmp_path / f"{number}/out",
         )
         folder.mkdir()
-        reads = write_data(folder, kind, text)
+        reads = write_data(folder, kind, large)
         good = shutil.copy(reads[1], folder / "good")
         command = [*flags, *reads, "--save-every", 3, "--eval-every", 5]
         with Program(*command, "--out", out) as program:
