@@ -5,7 +5,7 @@
         make_folder("out")
         held = lock("out")    # keeps other runs out of the folder
         found, rejected = newest("out")
-        for name, reason in rejected.items():    # damaged checkpoints
+        for name in rejected:    # damaged checkpoints
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
     step = [found.entry.step if found else 0]
