@@ -406,14 +406,14 @@ def runs(tmp_path_factory):
             spawn=spawned("agree_and_fail", "01", writes=True),
             torchrun=by_torchrun,
             no_launcher=partial(without_launcher, "agree_and_fail", "0", writes=True),
-            # The parent can be a worker of torchrun.
-            killed=spawned("kill_rank_1_while_rank_0_computes", TORCHELASTIC_RUN_ID="1"),
+            killed=spawned("kill_rank_1_while_rank_0_computes"),
             never_ends=spawned("rank_1_never_ends"),
             second_ctrl_c=spawned("interrupt_rank_1_twice_while_rank_0_computes"),
             exit_7=spawned("exit_inside_the_block", "1", "7"),
             exit_0=spawned("exit_inside_the_block", "1", "0"),
             second_error=spawned("fail_in_the_second_group", "error"),
-            second_killed=spawned("fail_in_the_second_group", "killed"),
+            # The parent can be a worker of torchrun.
+            second_killed=spawned("fail_in_the_second_group", "killed", TORCHELASTIC_RUN_ID="1"),
             second_alone=partial(without_launcher, "fail_in_the_second_group", "error"),
             two_alone=partial(without_launcher, "two_groups_one_after_the_other"),
         ) as begun,
