@@ -57,6 +57,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -189,32 +190,42 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
     )
     for optimizer, theirs, groups in zip(optimizers, saved, named_groups):
-        if not theirs:
-            continue
-        # torch requires "param_groups", and replaces the groups of the optimizer by copies in which
-        # tuples, such as betas, have become lists. So put the original ones back afterwards.
-        new = {"state": copy.deepcopy(theirs["state"]), "param_groups": groups}
-        own, moments = optimizer.param_groups, State()
-        # torch converts moments to the dtype of their parameter. So keep them as they were saved.
-        hook = optimizer.register_load_state_dict_pre_hook(lambda _, x: moments.update(x["state"]))
-        dcp.set_optimizer_state_dict(model, optimizer, new, options=options)
-        hook.remove()
-        optimizer.param_groups = own
-        for own_group, group in zip(own, groups):
-            for parameter, name in zip(own_group["params"], group["params"]):
-                # Delete moments that torch made for a parameter that has none in the checkpoint.
-                if not theirs["state"].get(name):
-                    optimizer.state.pop(parameter, None)
-                    continue
-                ours = optimizer.state[parameter]
-                for key, value in moments.get(name, {}).items():
-                    if _kind(value) != _kind(ours[key]):
-                        ours[key] = value.to(parameter.device)
+        if theirs:
+            _load_moments_(model, optimizer, theirs["state"], groups, options)
     # The model comes last, because torch lets the optimizers take a step: see _check_and_reset_.
     # torch changes the dict that it gets. On other ranks than 0 the dict must be empty, because
     # torch would load the second name of a module that has two names from it.
     weights = {} if in_group and dist.get_rank() > 0 else dict(state["model"])
     dcp.set_model_state_dict(model, weights, options=options)
+
+
+def _load_moments_(
+    model: nn.Module, optimizer: Optimizer, saved: State, groups: Any, options: Any
+) -> None:
+    """Give an optimizer its saved moments: {parameter name: {moment: tensor}}.
+
+    groups: what _check_and_reset_ returned. options: for torch's set_optimizer_state_dict.
+    """
+    # torch requires "param_groups", and replaces the groups of the optimizer by copies in which
+    # tuples, such as betas, have become lists. So put the original ones back afterwards.
+    new = {"state": copy.deepcopy(saved), "param_groups": groups}
+    own, exact = optimizer.param_groups, State()
+    # torch converts moments to the dtype of their parameter. `exact` has them as they were saved.
+    hook = optimizer.register_load_state_dict_pre_hook(lambda _, x: exact.update(x["state"]))
+    _state_dict_functions().set_optimizer_state_dict(model, optimizer, new, options=options)
+    hook.remove()
+    optimizer.param_groups = own
+    names = chain.from_iterable(group["params"] for group in groups)
+    parameters = chain.from_iterable(group["params"] for group in own)
+    for parameter, name in zip(parameters, names):
+        # Delete moments that torch made for a parameter that has none in the checkpoint.
+        if not saved.get(name):
+            optimizer.state.pop(parameter, None)
+            continue
+        moments = optimizer.state[parameter]
+        for key, value in exact.get(name, {}).items():
+            if _kind(value) != _kind(moments[key]):
+                moments[key] = value.to(parameter.device)
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:

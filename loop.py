@@ -115,9 +115,10 @@ def train_(
     scaler: the caller saves and restores its state.
     seed: for each step, torch's random generators are seeded with a hash of (seed, step, rank). So
         a resumed run draws the same numbers, for example for dropout, as a run that was not
-        interrupted. Between two steps the generators are as train_ found them (but not on MPS). So
-        what a caller draws there, such as a DataLoader with shuffle=True, does not follow from
-        `seed`, and is the same on all ranks if they began with the same torch.manual_seed.
+        interrupted. Between two steps the generators of the CPU and of the model's GPU are as
+        train_ found them. So what a caller draws there, such as a DataLoader with shuffle=True,
+        does not follow from `seed`, and is the same on all ranks if they began with the same
+        torch.manual_seed.
     stop: is called once per step on each rank. If it returns true on any rank, report.stop is true
         on all.
     patience: if the loss or the gradient norm is not finite, a step changes no weight and no

@@ -274,7 +274,7 @@ def train(flags: Flags, given: set[str]) -> int:
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
         machine: Values = {"ranks": world.size}  # what config.json says besides the flags
-        with suppress(FileNotFoundError):  # no extra: mfu is unknown, a CPU is slower
+        with suppress(FileNotFoundError):  # no extra: no mfu, no check of the memory
             machine |= extra("machine").check_and_describe(
                 world.device, dtype, world.size, flags.strategy, config
             )

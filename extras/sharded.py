@@ -138,6 +138,7 @@ def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
 def _names(model: nn.Module) -> tuple[dict[str, str], dict[Tensor, str]]:
     """Return {name: first name} and {tensor: first name}: a tied head has two names."""
     tensors: dict[str, Tensor] = {}
+    # DDP adds "module." to the names of what it wraps, and torch.compile adds "_orig_mod.".
     replicas = [
         f"{name}.module.".lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)

@@ -1108,8 +1108,8 @@ def main(
     settings = Gpu(data, nanogpt, tiny, time.perf_counter() + 570)
     chosen: list[Callable[..., Iterator[Row]]] = [*GPU_PARTS] if gpu else [*PARTS]
     rows, failed = [], False
-    machine.keep_freed_memory()  # and threads, as in a real run
-    with ddp_setup.process_group():
+    machine.keep_freed_memory()  # as in a real run
+    with ddp_setup.process_group():  # sets the threads as in a real run
         for part in chosen:
             name = part.__name__
             if parts and name not in parts:
