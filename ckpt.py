@@ -3,44 +3,31 @@
     found = None
     if rank == 0:    # once, before the first save
         make_folder("out")
-        held = lock("out")    # keeps other runs out of the folder
+        held = lock("out")    # keeps other runs out
         found, rejected = newest("out")
-        for name in rejected:    # damaged checkpoints
+        for name in rejected:
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
     step = [found.entry.step if found else 0]
-    if torch.distributed.is_initialized():    # restore_ does not tell the other ranks the step
-        torch.distributed.broadcast_object_list(step)    # now step[0] is the same on all ranks
+    if torch.distributed.is_initialized():    # restore_ does not send the step
+        torch.distributed.broadcast_object_list(step)
     ...
     state = snapshot(model, optimizers, note="anything")        # on every rank
     if rank == 0:
         save("out", state, step=400, loss=1.8812, keep=3)
 
-If newest() or save() raises on rank 0 only, the other ranks wait in their next collective, such as
-restore_, until rank 0 ends or the timeout of the process group is over. To avoid that, let every
-rank call wait_together() of ddp_setup.py. It raises the error of one rank on all ranks, and returns
-to each rank the result of its own call:
+Every rank must call snapshot() and restore_(). One rank alone can call the other functions, also in
+a thread. To save while the training continues, use one ThreadPoolExecutor(1) for all saves. Call
+result() of each future: it raises the error of the save. Functions that use files raise OSError if
+the file system fails.
 
-    with process_group() as world:    # of ddp_setup.py
-        found, rejected = wait_together(
-            lambda: newest("out") if world.rank == 0 else (None, {}), world
-        )
+If newest() or save() raises on rank 0, the others wait in their next collective until rank 0 ends
+or the timeout is over. With wait_together() of ddp_setup.py, all ranks raise the error.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
-first 32 hex digits of the SHA-256 of the file, so that an incomplete or changed file is recognized.
-`torch.load(path, weights_only=True)` reads the file without this module. The file holds a dict:
-"model" is a state dict on the CPU, whose names have no prefixes of DDP or torch.compile,
-"optimizers" has one dict per optimizer, and the other entries are those that the caller gave to
-snapshot().
-
-A checkpoint name without ".pt" is the name of a folder: a sharded checkpoint, which
-extras/sharded.py writes, reads and deletes. This module can only list it and rename it.
-
-Every rank must call snapshot() and restore_(). All other functions can be called on one rank alone,
-usually rank 0, and in a thread. To save during training, use one ThreadPoolExecutor(1) for all
-saves and call submit(save, ...); result() of the returned future raises the error of the save.
-Folders are local paths; for URLs see extras/remote.py. Functions that use files raise OSError if
-the file system fails, unless they say something else.
+first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` returns the
+state without this module. A sharded checkpoint is a folder, and its name has no ".pt".
+extras/sharded.py writes, reads and deletes it. For URLs see extras/remote.py.
 """
 
 import copy
@@ -73,24 +60,23 @@ except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
 State = dict[str, Any]
-# step, loss (optional), digest, ".pt" (not for a sharded checkpoint)
+# step, loss (optional), digest, ".pt" (not if sharded)
 NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})(\.pt)?")
-# Names of files that are being written start with this. Names of folders that extras/sharded.py is
-# writing or deleting start with it too.
+# Names of incomplete files and folders start with this.
 TEMPORARY = ".saving-"
 
 
 class Entry(NamedTuple):
-    """What the name of a checkpoint says. Entries are sorted by step, then by name."""
+    """What the name of a checkpoint says. Entries are sorted by step."""
 
     step: int
-    name: str  # of the file, or of the folder of a sharded checkpoint
-    loss: float | None  # validation loss with 4 decimals; None if unknown or not finite
-    digest: str  # 32 hex digits
+    name: str  # of the file or folder
+    loss: float | None  # validation loss; None if unknown or not finite
+    digest: str
 
 
 class Found(NamedTuple):
-    """A checkpoint that was read and verified."""
+    """A verified checkpoint."""
 
     entry: Entry
     state: State
@@ -102,18 +88,16 @@ class Found(NamedTuple):
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
     """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
-    Every rank must call this. In a process group, ranks other than 0 get empty dicts for the model
-    and the optimizers; save() refuses this result. The copies share no memory with the model and
-    the optimizers, so training can continue at once. The values of `more` are passed on without a
-    copy: do not change them before save() has ended. An optimizer without state becomes {} (before
-    its first step, or SGD without momentum).
+    Every rank must call this. In a process group, only rank 0 gets the states. The names have no
+    prefixes of DDP or torch.compile. An optimizer that has no state yet becomes {}. The copies
+    share no memory with the model, so training can continue at once. The values of `more` are not
+    copied: do not change them before save() has ended.
     """
     dcp = _state_dict_functions()
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
         "model": dcp.get_model_state_dict(model, options=options),
-        # If an optimizer had no state, get_optimizer_state_dict would create it: see
-        # _check_and_reset_.
+        # get_optimizer_state_dict would create a missing state: see _check_and_reset_.
         "optimizers": [
             dcp.get_optimizer_state_dict(model, optimizer, options=options)
             if optimizer.state
@@ -121,12 +105,11 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             for optimizer in optimizers
         ],
     }
-    # `live` has the addresses of all tensors that the training uses. deepcopy must copy the tensors
-    # of `state` with these addresses. The others are copies already: torch has gathered them, or
-    # moved them from a GPU. deepcopy does not copy what is in its memo, so they go there.
+    # deepcopy must copy only the tensors that the training uses: `live` has their addresses. The
+    # others are copies already, so they go into the memo.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
-        getattr(t, "_local_tensor", t).data_ptr()  # of a DTensor, the shard of this rank
+        getattr(t, "_local_tensor", t).data_ptr()  # the local part of a DTensor
         for t in tree_leaves(used)
         if isinstance(t, Tensor)
     }
@@ -137,7 +120,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
 
 
 def _state_dict_functions() -> Any:
-    """Return torch's module for the state of wrapped models. Its import takes 0.5 s or more."""
+    """Import torch's module late, because this takes 0.5 s."""
     from torch.distributed.checkpoint import state_dict
 
     return state_dict
@@ -146,46 +129,36 @@ def _state_dict_functions() -> Any:
 def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Put the state from snapshot() into a model and optimizers.
 
-    Every rank must call this. In a process group all ranks get the state of rank 0, and what the
-    other ranks pass is ignored. If rank 0 passes {}, nothing changes on any rank. If the state has
-    "optimizers", the optimizers get their saved moments (all that they keep per parameter, such as
-    the number of steps). If not, their moments are deleted, so that the optimizers are as they were
-    before their first step. In both cases they keep the settings that they have now (learning rate,
-    weight decay, ...), and the gradients of their parameters are deleted. `state` is not changed
-    and shares no memory with the model and the optimizers.
+    Every rank must call this. In a process group, all ranks get the state of rank 0. If this is {},
+    nothing changes.
 
-    Not for SparseAdam and LBFGS, which torch cannot restore in this way, and not for FSDP if a
-    module has two names. Of optimizers that also keep state in their groups (schedule-free,
-    Prodigy), this state is not restored.
+    Moments are all values that an optimizer keeps per parameter, such as the number of steps. They
+    are restored, or deleted if the state has no "optimizers". Settings, such as the learning rate,
+    stay as they are now. Gradients are deleted. Do not use this for SparseAdam, LBFGS, optimizers
+    that keep state in their groups, such as Prodigy, or FSDP if a module has two names.
 
-    ValueError on every rank if the state does not fit. The model is then unchanged (if the
-    optimizers change nothing in a step with the learning rate 0), but gradients and moments may be
-    deleted.
+    ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
+    and moments may be deleted.
     """
     in_group = dist.is_initialized()
     if in_group:
-        # First send everything but the content of the tensors (on the device "meta" they have
-        # none), so that all ranks check the same and raise the same errors. set_model_state_dict
-        # and set_optimizer_state_dict send the content later.
+        # All ranks check this outline and raise the same errors. "meta" tensors have no content.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
             state = outline[0]
-        else:  # torch would send tensors with other strides, such as channels_last, in wrong order
+        else:  # torch would send other strides, such as channels_last, in wrong order
             state = tree_map_only(Tensor, Tensor.contiguous, state)
     if not state:
         return
     dcp = _state_dict_functions()
-    # Without options, get_model_state_dict does not gather the weights of an FSDP model. That is
-    # enough here, because a DTensor has the shape of the whole tensor.
+    # Gathering is not needed, because a DTensor has the shape of the whole tensor.
     check_same(state.get("model", {}), dcp.get_model_state_dict(model))
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
-    # the groups of each optimizer, with names in place of the parameters
     named_groups = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
-    # strict=False, because a parameter that never had a gradient has no moments. For the model it
-    # hides nothing, because its names were compared above.
+    # strict=False, because a parameter that never had gradients has no moments.
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
     )
@@ -193,8 +166,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         if theirs:
             _load_moments_(model, optimizer, theirs["state"], groups, options)
     # The model comes last, because torch lets the optimizers take a step: see _check_and_reset_.
-    # torch changes the dict that it gets. On other ranks than 0 the dict must be empty, because
-    # torch would load the second name of a module that has two names from it.
+    # torch changes this dict. On other ranks it must be empty: if a module has two names, torch
+    # would load the second name from it.
     weights = {} if in_group and dist.get_rank() > 0 else dict(state["model"])
     dcp.set_model_state_dict(model, weights, options=options)
 
@@ -202,15 +175,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 def _load_moments_(
     model: nn.Module, optimizer: Optimizer, saved: State, groups: Any, options: Any
 ) -> None:
-    """Give an optimizer its saved moments: {parameter name: {moment: tensor}}.
-
-    groups: what _check_and_reset_ returned. options: for torch's set_optimizer_state_dict.
-    """
-    # torch requires "param_groups", and replaces the groups of the optimizer by copies in which
-    # tuples, such as betas, have become lists. So put the original ones back afterwards.
+    """Give an optimizer its saved moments: {parameter name: {moment: tensor}}."""
+    # torch replaces the groups by copies in which tuples are lists. `own` has the original ones.
     new = {"state": copy.deepcopy(saved), "param_groups": groups}
     own, exact = optimizer.param_groups, State()
-    # torch converts moments to the dtype of their parameter. `exact` has them as they were saved.
+    # torch converts moments to the dtype of their parameter. `exact` has the saved dtypes.
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, x: exact.update(x["state"]))
     _state_dict_functions().set_optimizer_state_dict(model, optimizer, new, options=options)
     hook.remove()
@@ -218,7 +187,7 @@ def _load_moments_(
     names = chain.from_iterable(group["params"] for group in groups)
     parameters = chain.from_iterable(group["params"] for group in own)
     for parameter, name in zip(parameters, names):
-        # Delete moments that torch made for a parameter that has none in the checkpoint.
+        # torch made moments even for parameters without saved ones.
         if not saved.get(name):
             optimizer.state.pop(parameter, None)
             continue
@@ -229,14 +198,12 @@ def _load_moments_(
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
-    """Delete gradients and moments; return the optimizer's groups, with names for parameters.
+    """Delete gradients and moments. Return the optimizer's groups, with names for parameters.
 
-    saved["state"] is {parameter name: {moment: tensor}}. ValueError if moments, shapes or dtypes
-    differ from those that this optimizer creates. Fused optimizers do not check this and would
-    compute nonsense.
+    ValueError if the saved moments do not fit. Fused optimizers would compute nonsense with them.
     """
-    # If an optimizer has no gradients and no state, get_optimizer_state_dict creates the state: it
-    # lets the optimizer take a step with zero gradients and learning rate 0.
+    # Without gradients and state, get_optimizer_state_dict lets the optimizer take a step with zero
+    # gradients and learning rate 0.
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
     ours = _state_dict_functions().get_optimizer_state_dict(model, optimizer)
@@ -248,10 +215,9 @@ def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> A
 
 
 def check_same(theirs: State, ours: State, where: str = "") -> None:
-    """Raise ValueError unless both have the same names, with the same shapes and dtypes.
+    """Raise ValueError unless both state dicts have the same names, shapes and dtypes.
 
-    theirs: for example state["model"] of a checkpoint. ours: for example the state dict of a model,
-    without the prefixes of DDP and torch.compile. where: the beginning of the message.
+    theirs: of a checkpoint. where: the beginning of the message.
     """
     for name in [*ours, *theirs]:
         a, b = (_kind(values.get(name)) for values in (theirs, ours))
@@ -260,7 +226,7 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
 
 
 def _kind(value: Any) -> str:
-    """Describe a value as text: a tensor by its shape and dtype."""
+    """Describe a value in an error."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}"
     return "missing" if value is None else f"a {type(value).__name__}"
@@ -274,29 +240,25 @@ def save(
 ) -> Entry:
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
-    state: what snapshot() returned on rank 0; it is only read. loss: the validation loss (lower is
-    better), which becomes part of the name. keep: if given, prune(folder, keep) follows. prune()
-    compares steps, not times: if the folder has checkpoints with higher steps, good or damaged, it
-    can delete the new one at once. The folder is created if needed. ValueError if load() would
-    refuse the file, for example because the model has NaN. After an error in writing, the
-    checkpoints that existed before are untouched, and no temporary file is left. An error in
-    prune() comes after the new checkpoint is complete.
+    state: what snapshot() returned on rank 0. loss: the validation loss. keep: if given,
+    prune(folder, keep) follows. If the folder has checkpoints with higher steps, even damaged ones,
+    prune() can delete the new one at once.
+
+    ValueError if load() would refuse the file, for example because of NaN. After an error in
+    writing, the earlier checkpoints are untouched.
     """
     _check_state(state)
-    handled = sys.exception()  # None, or the error that the caller is handling
+    handled = sys.exception()  # the error that the caller is handling
     make_folder(folder)
     with _temporary_file(folder) as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # After an OSError, for example of a full disk, torch.save raises RuntimeError when it
-            # closes the file, with the OSError as __context__: raise that OSError. But if the
-            # caller calls save() while it handles an error, __context__ can be that error.
+            # torch.save hides an OSError in __context__. But this can also be `handled`.
             context = error.__context__
             raise context if isinstance(context, OSError) and context is not handled else error
         file.flush()
-        # Raise ValueError for types that load() would refuse. The device "meta" leaves out the
-        # content of the tensors.
+        # Raise ValueError now if load() would refuse a type. "meta" tensors have no content.
         _read_state(file.name, device="meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
@@ -306,17 +268,16 @@ def save(
 
 
 def load(folder: str, entry: Entry) -> State:
-    """Read and verify one checkpoint; its tensors are on the CPU.
+    """Read and verify a checkpoint. Its tensors are on the CPU. Code in the file is not run.
 
-    Code in the file is not run, because torch.load(weights_only=True) reads tensors and plain
-    values only. ValueError if the digest does not match, if the file is not a checkpoint, or if the
-    model's parameters or buffers contain NaN. NotImplementedError if the checkpoint is sharded.
+    ValueError if the file is damaged or not a checkpoint, or if the model contains NaN.
+    NotImplementedError if the checkpoint is sharded.
     """
     if not entry.name.endswith(".pt"):
         raise NotImplementedError(f"{entry.name} is a sharded checkpoint; see extras/sharded.py")
     path = Path(folder, entry.name)
     if not path.is_file():
-        raise OSError("not a file")  # reading a pipe or a device might never end
+        raise OSError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] != entry.digest:
         raise ValueError("damaged: the content does not match the digest in the name")
     state: State = _read_state(path, "cpu")
@@ -325,27 +286,23 @@ def load(folder: str, entry: Entry) -> State:
 
 
 def _read_state(path: str | Path, device: str) -> Any:
-    """Read a file that torch.save wrote. ValueError if it is not such a file."""
+    """Read a file that torch.save wrote, or raise ValueError."""
     try:
-        # torch's warnings only repeat the error, in several lines.
         with warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        # OSError with EINVAL means a truncated file, not a disk that failed.
+        # EINVAL means a truncated file.
         disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
-        # torch's allocator raises RuntimeError, Python raises MemoryError: "emory" is in both.
+        # "emory" is in torch's RuntimeError and in "MemoryError".
         no_memory = isinstance(error, (RuntimeError, MemoryError)) and "emory" in repr(error)
-        if disk_failed or no_memory:  # The file may be good, so do not call it "not a checkpoint".
+        if disk_failed or no_memory:  # The file may be good.
             raise
         reason = f"torch.load(weights_only=True) raised {type(error).__name__}"
         raise ValueError(f"not a checkpoint: {reason}") from error
 
 
 def _check_state(state: Any) -> None:
-    """Raise ValueError unless state["model"] is a dict, not empty, whose tensors are free of NaN.
-
-    ValueError also for tensors that cannot be checked: quantized ones, and those on "meta".
-    """
+    """Raise ValueError if state["model"] is missing, empty, cannot be checked, or contains NaN."""
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict) or not model:
         raise ValueError("not a checkpoint: there is no state dict under 'model'")
@@ -357,13 +314,13 @@ def _check_state(state: Any) -> None:
 
 
 def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
-    """Make the name of a checkpoint; return its Entry. ending: "" for a sharded checkpoint."""
+    """Return the entry of a new checkpoint. ending: "" if it is sharded."""
     rating = f"-loss-{loss:.4f}" if loss is not None and math.isfinite(loss) else ""
     return parse_names([f"step-{step:08d}{rating}-{digest}{ending}"])[0]
 
 
 def parse_names(names: Iterable[str]) -> list[Entry]:
-    """Return an entry for each name that is the name of a checkpoint, in the order of steps."""
+    """Return an entry for each name of a checkpoint, lowest step first."""
     entries = [
         Entry(int(match[1]), match[0], float(match[2]) if match[2] else None, match[3])
         for match in map(NAME.fullmatch, names)
@@ -373,7 +330,10 @@ def parse_names(names: Iterable[str]) -> list[Entry]:
 
 
 def list_checkpoints(folder: str) -> list[Entry]:
-    """Return the checkpoints in a folder, lowest step first; [] without a folder. Reads no file."""
+    """Return the checkpoints in a folder, lowest step first. Damaged ones are included.
+
+    Without a folder, the list is empty.
+    """
     try:
         return parse_names(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -387,24 +347,20 @@ def newest(
 ) -> tuple[Found | None, dict[str, str]]:
     """Return the newest checkpoint that load() accepts, and {name: reason} of each newer one.
 
-    "Newer" means a higher step. If load() raises ValueError, or an OSError other than
-    PermissionError, the checkpoint cannot be used, and the one with the next lower step is tried.
-    Before the next save() with `keep`, call set_aside() for each checkpoint that cannot be used:
-    otherwise prune() keeps it in place of a good one.
+    If load() raises ValueError, or an OSError other than PermissionError, the checkpoint is
+    rejected, and the next lower step is tried. Call set_aside() for each rejected checkpoint:
+    otherwise prune() keeps it in place of a good one. (After a PermissionError, the file may be
+    good.)
 
-    PermissionError is passed on, because the file may be good. So are all other exceptions, for
-    example NotImplementedError if a sharded checkpoint is newer than all good ones. (None, {})
-    means that there are no checkpoints. ValueError if there are some but load() accepts none.
-
-    load, list_checkpoints: by default the functions of this file. extras/remote.py and
-        extras/sharded.py pass their own.
+    (None, {}) if there are no checkpoints. ValueError if all are rejected. Other errors of load()
+    are passed on.
     """
     rejected: dict[str, str] = {}
     for entry in reversed(list_checkpoints(folder)):
         try:
             return Found(entry, load(folder, entry)), rejected
         except (OSError, ValueError) as error:
-            if entry not in list_checkpoints(folder):  # another process has deleted it meanwhile
+            if entry not in list_checkpoints(folder):  # another process has deleted it
                 return newest(folder, load, list_checkpoints)
             if isinstance(error, PermissionError):
                 raise
@@ -419,34 +375,24 @@ def newest(
 
 
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
-    """Return the entries to delete. The last `keep` and the one with the lowest loss are kept.
+    """Return the entries that prune() deletes. `entries` must be in the order of steps.
 
-    entries: in the order of steps. If several have the lowest loss, the one with the highest step
-    is kept.
+    If several have the lowest loss, only the last of them is kept for it.
     """
     rated = [entry for entry in entries if entry.loss is not None]
     best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
-    older = entries[: -keep or None]  # [:-0] would be empty; [:None] is all entries
+    older = entries[: -keep or None]  # [:-0] would be empty
     return [entry for entry in older if entry != best]
 
 
 def prune(folder: str, keep: int) -> None:
-    """Delete the files of the superseded checkpoints: see superseded().
-
-    For a sharded checkpoint see remove(). Temporary files stay, because another process may be
-    writing them.
-    """
+    """Remove checkpoints, except the `keep` highest steps and the one with the lowest loss."""
     for entry in superseded(list_checkpoints(folder), keep):
         remove(folder, entry.name)
 
 
 def remove(folder: str, name: str) -> None:
-    """Delete the file of a checkpoint. A missing file is no error.
-
-    A folder, such as a sharded checkpoint, is not deleted, because this module does not write
-    folders: set_aside() adds ".damaged" to its name, even if the checkpoint is intact.
-    extras/sharded.py deletes sharded checkpoints.
-    """
+    """Delete the file of a checkpoint, if it exists. A folder is only renamed: see set_aside()."""
     path = Path(folder, name)
     if path.is_dir():
         set_aside(folder, name)
@@ -460,23 +406,18 @@ def set_aside(folder: str, name: str) -> None:
 
 
 def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
-    """Take the lock of an existing folder and delete all temporary files and folders in it.
+    """Take the lock of an existing folder, and delete all temporary files in it.
 
-    Killed processes leave them (folders: extras/sharded.py). save() does not take the lock. So call
-    make_folder() and lock() before the first save(): otherwise lock() in another process deletes
-    the file that save() is writing.
+    Call make_folder() and lock() before the first save(). Otherwise lock() in another process
+    deletes the file that save() is writing.
 
-    Keep the result: the lock is released when the result is closed or garbage collected, and when
-    the process ends in any way. But a forked child, such as a worker of a DataLoader, keeps the
-    lock until it ends. Returns None and deletes nothing if the system (Windows) or the file system
-    has no locks. Waits up to `timeout` seconds, because a process that was killed may need a moment
-    to end. If another process, or an earlier lock() of this process, still has the lock after that:
-    ValueError with the holder's host, pid and time of locking.
+    Keep the result: when it is garbage collected, the lock is released. A forked child, such as a
+    worker of a DataLoader, also keeps the lock until it ends.
 
-    This is flock instead of the package filelock. If the file system refuses locks, old versions of
-    filelock wait for ever, and newer versions use a lock that nobody releases when a process on
-    another host crashes.
+    ValueError if another process still has the lock after `timeout` seconds. Returns None and
+    deletes nothing if locks are not supported, as on Windows.
     """
+    # Not the package filelock: without flock(), it waits for ever or leaves locks behind.
     if not fcntl:
         return None
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -499,7 +440,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)  # another process may have renamed it meanwhile
+            path.unlink(missing_ok=True)
     return file
 
 
@@ -507,7 +448,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
 
 
 def write_text(folder: str, name: str, text: str) -> None:
-    """Replace the text of a file. Readers find the old or the new text, also after a crash."""
+    """Replace the text of a file. After a crash, the file has the old or the new text."""
     with _temporary_file(folder) as file:
         file.write(text.encode())
         _publish(file, name)
@@ -516,8 +457,7 @@ def write_text(folder: str, name: str, text: str) -> None:
 def append_text(folder: str, name: str, line: str) -> None:
     """Add a line to a file. `line` must end with a line break.
 
-    If the write raises OSError, no part of the line is in the file. The line is not fsynced: it may
-    be lost in a power failure, but not when the process is killed.
+    After an OSError, no part of the line is in the file. A power failure can lose the line.
     """
     with open(Path(folder, name), "ab", buffering=0) as file:
         end, data = file.tell(), line.encode()
@@ -527,7 +467,7 @@ def append_text(folder: str, name: str, line: str) -> None:
 
 
 def read_text(folder: str, name: str) -> str:
-    """Return the text of a file, or "" if there is no such file. Invalid UTF-8 is replaced."""
+    """Return the text of a file, or "" if there is no file."""
     try:
         return Path(folder, name).read_text("utf-8", "replace")
     except FileNotFoundError:
@@ -538,22 +478,19 @@ def read_text(folder: str, name: str) -> str:
 
 
 def make_folder(folder: str) -> None:
-    """Create a folder, and the folders above it, so that they survive a power failure.
-
-    ValueError if the name is empty or a URL.
-    """
+    """Create a folder and its parents durably."""
     if not folder or "://" in folder:
         raise ValueError(f"folder {folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder).absolute()
     for each in [*reversed(path.parents), path]:
         if not each.is_dir():
-            each.mkdir(exist_ok=True)  # another process may have made it meanwhile
+            each.mkdir(exist_ok=True)
             fsync_folder(each.parent)
 
 
 @contextmanager
 def _temporary_file(folder: str) -> Iterator[IO[bytes]]:
-    """Open a new file with a unique temporary name. Delete it at the end, unless it was renamed."""
+    """Open a temporary file. Delete it at the end, unless it was renamed."""
     path = Path(folder, TEMPORARY + uuid.uuid4().hex)
     try:
         with path.open("wb") as file:
@@ -563,7 +500,7 @@ def _temporary_file(folder: str) -> Iterator[IO[bytes]]:
 
 
 def _publish(file: IO[bytes], name: str) -> None:
-    """Make the content of an open temporary file durable, close it and give it its name."""
+    """Make a temporary file durable, close it and give it its name."""
     file.flush()
     os.fsync(file.fileno())
     file.close()  # Windows cannot rename an open file
@@ -571,13 +508,13 @@ def _publish(file: IO[bytes], name: str) -> None:
 
 
 def _rename(path: Path, name: str) -> None:
-    """Rename a file or folder durably. A file that already has the new name is replaced."""
+    """Rename durably. A file of that name is replaced."""
     path.replace(path.with_name(name))
     fsync_folder(path.parent)
 
 
 def fsync_folder(folder: str | Path) -> None:
-    """Make the names in a folder durable. A new name may otherwise be lost in a power failure."""
+    """Make new names in a folder durable: a power failure does not lose them."""
     if os.name == "posix":  # Windows cannot open a folder
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -10,12 +10,11 @@
                 break
 
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
-the processes that `spawn` below starts. A rank is one of the processes that train together.
+the processes that `spawn` starts. A rank is one of the processes that train together.
 
-A rank that fails leaves process_group within about 6 seconds; it does not wait for the other ranks.
-These then fail too, for example with "connection closed" in a collective. To print one error and
-not one per rank, the ranks share a key-value store (torch's TCPStore): the first rank that fails
-notes there that it reports the error. The other ranks find this note and end without a message.
+If a rank fails, the others fail too, because they lose their connection to it. Only one error is
+printed: the first rank that fails notes in the store (torch's TCPStore, which all ranks share) that
+it reports the error, and the other ranks end without a message.
 """
 
 import ctypes
@@ -40,9 +39,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# _die_with_parent checks whether the parent process has ended. Importing torch takes a second, and
-# the parent can end during the import. So note the parent's id before the import. The key is the id
-# of this process, so that a forked child does not use this entry.
+# The id of the parent, for _die_with_parent. It is read before the import of torch, because this
+# takes a second, in which the parent can end. A forked child must not use the entry of its parent.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
@@ -51,8 +49,8 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
-# Path prefixes of the standard library, of site-packages, and of this file. _watch_ranks skips such
-# files to find the line where the user's program is.
+# Path prefixes of the standard library, of site-packages, and of this file. All other files are
+# those of the user's program.
 LIBRARY_PATHS = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
@@ -65,7 +63,7 @@ class World(NamedTuple):
     local_rank: int  # number of this rank on its machine, from 0
     size: int  # number of ranks on all machines
     local_size: int  # number of ranks on this machine
-    # where the model and the batches of this rank belong; process_group chooses it
+    # where the model and the batches of this rank belong
     device: torch.device = torch.device("cpu")
 
 
@@ -75,12 +73,9 @@ class World(NamedTuple):
 def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
     """Read the variables that torchrun sets for each process.
 
-    If neither RANK nor WORLD_SIZE is set, return the world of a single process. ValueError is
-    raised
-    - if RANK or WORLD_SIZE is set, but one of the variables is missing or is not a whole number, or
-      the numbers contradict one another (for example, RANK is not below WORLD_SIZE);
-    - if srun started several tasks, and neither RANK nor WORLD_SIZE is set. Each task would train
-      alone as a single process.
+    If neither RANK nor WORLD_SIZE is set, return the world of a single process. ValueError if only
+    some of the variables are set, or if they contradict one another. ValueError also if srun
+    started several tasks without these variables, because each task would train alone.
     """
     if "RANK" not in env and "WORLD_SIZE" not in env:
         if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -110,65 +105,46 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     group is made: this rank can use the functions of this file, but not torch.distributed.
 
     device: "auto" (CUDA if available, else MPS, else CPU), "cpu", "cuda" or "mps". MPS is only for
-        a single process. Rank i of a machine gets GPU i. On a CPU, the ranks of a machine share
-        its CPUs: this function sets torch's number of threads. The backend is NCCL for CUDA, else
-        gloo.
-    timeout: seconds that all ranks may take to connect (see below), and that a rank may later wait
-        for other ranks. A rank that then waits longer ends with exit code 1, without an exception,
-        at most 10 % after the timeout. One of these ranks prints a line that says where in the
-        program each rank is, or that it does not answer. When a rank runs torch.compile, the
-        timeout starts again afterwards. But a collective that waits for twice the timeout fails in
-        any case, for example if compiling takes long or the store hangs: gloo raises an error, and
-        NCCL ends the process. (Waiting in torch.distributed.new_group, recv or monitored_barrier is
-        not noticed; these have torch's own limits.) Use wait_together for work that may take longer
-        than `timeout` while other ranks wait.
+        a single process. Rank i of a machine gets GPU i. The backend is NCCL for CUDA, else gloo.
+    timeout: seconds that all ranks may take to connect, and that a rank may later wait for other
+        ranks. A rank that waits longer ends with exit code 1, without an exception, at most 10 %
+        after the timeout. One of these ranks prints in which line of the program each rank is.
+        The time in which a rank runs torch.compile does not count, but no collective waits longer
+        than twice the timeout. For other work that may take longer than the timeout while other
+        ranks wait, use wait_together. Waiting in torch.distributed.new_group, recv or
+        monitored_barrier is not noticed.
 
-    If an exception leaves the block (not SystemExit or KeyboardInterrupt, for which see below),
-    this function does not destroy the group, because that could wait for a rank that is dead. If
-    the program is to use process_group again, without a restart of all ranks, each rank must be
-    alive and must first call torch.distributed.destroy_process_group(). The exception that the
-    caller sees depends on the rank:
+    ValueError if the launch variables are wrong or the device is not available. ConnectionError if
+    not all ranks connect.
+
+    If an exception leaves the block on some rank, all ranks end. What the caller sees then depends
+    on the rank:
     - The rank that failed first raises its own exception, unchanged.
-    - If a rank was lost without an exception (for example, it was killed), one of the other ranks
-      raises ConnectionError. Its message names the lost rank. It can also name ranks that are not
-      lost but still wait. With NCCL, the other ranks get no exception: they end as described
-      under `timeout`, or torch's watchdog ends them with SIGABRT when NCCL notices the loss.
-    - If all ranks failed in torch.distributed (for example, because they called different
-      collectives), one of them raises torch's own exception.
-    - All other ranks raise SystemExit, for which Python prints nothing. A rank of the cases above
-      reports the error. The exit code of this SystemExit is the attribute `exit_code` of this
-      rank's own exception (click's exceptions have one), otherwise 1.
-    Under spawn, the parent process reports a rank that was killed, and all other ranks raise
-    SystemExit. If the store itself is lost, all remaining ranks raise ConnectionError. This happens
-    if rank 0 serves the store (the ranks were started with neither torchrun nor spawn) and its
-    process ends.
+    - If a rank was lost without an exception, for example because it was killed, one of the other
+      ranks raises ConnectionError, which names it. Ranks that are not lost but still wait can be
+      named too. Under spawn, the parent process reports the lost rank instead. With NCCL, the
+      remaining ranks end as described under `timeout`, or torch's watchdog ends them with SIGABRT.
+    - If all ranks failed in torch.distributed, one of them raises torch's own exception.
+    - All other ranks raise SystemExit, for which Python prints nothing. The exit code is the
+      attribute `exit_code` of the rank's own exception (click's exceptions have one), otherwise 1.
+    After an exception, the group is not destroyed, because that could wait for a dead rank.
 
-    sys.exit() and sys.exit(0) inside the block destroy the group and then end the program.
-    KeyboardInterrupt, and sys.exit() with another code, pass unchanged, and the group is not
-    destroyed. After any of these, if other ranks still use the group, this rank is lost for them,
-    as if it was killed (see above). If all ranks exit at the same point of the program, no rank
-    waits for another, and no error is reported.
+    sys.exit(0) in the block destroys the group. KeyboardInterrupt and other codes of sys.exit do
+    not. After any of these, this rank is lost for ranks that still use the group.
 
-    Before the group exists, each rank raises ValueError if its launch variables are wrong, and
-    ConnectionError if not all ranks connect within `timeout` (under torchrun, it can take up to
-    three times as long until this is raised). If the device of some ranks is not available, the
-    first of them raises ValueError, and the others of them raise SystemExit. Ranks that have their
-    device wait for the group until the launcher or `timeout` ends them.
-
-    These side effects stay after the block: the current CUDA device, torch's number of threads (on
-    a CPU), and, if all ranks are on one Linux machine, the environment variable GLOO_SOCKET_IFNAME
-    ("lo", unless it was set before). With several ranks, TORCH_FR_BUFFER_SIZE is set, unless it was
-    set before. Under torchrun on Linux, the kernel kills this process when torchrun ends.
+    These side effects stay after the block: the current CUDA device; on a CPU torch's number of
+    threads, because the ranks of a machine share its CPUs; the environment variables
+    GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE. Under torchrun on Linux, the kernel kills this
+    process when torchrun ends.
     """
     env = read_launch_env()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # If torchrun is killed, nobody else ends its workers.
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if env.size == 1:
         yield env._replace(device=_select_device(device, env))
         return
     if env.local_size == env.size and sys.platform == "linux":
-        # All ranks are on this machine, so let gloo listen where no other machine can connect.
+        # Let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Switch on torch's flight recorder, which _watch_ranks reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -177,13 +153,12 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     exit_request, main = None, threading.get_ident()
     joined, block_ended = threading.Event(), threading.Event()
     try:
-        # A program can use process_group several times. Each group needs its own keys in the store.
-        # Each rank counts its groups, so all ranks get the same number for the same group.
+        # Each group of a program needs its own keys in the store. Each rank counts its groups, so
+        # all ranks get the same number.
         store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
         chosen = _select_device(device, env)
         cuda = chosen.type == "cuda"
-        # The watcher has its own connection, because a request of the main thread may block the
-        # first one.
+        # The watcher has its own connection, because the main thread may block the first one.
         connection = store.clone()  # type: ignore[attr-defined]
         watcher = _in_thread(
             lambda: _watch_ranks(env, connection, timeout, cuda, main, joined, block_ended)
@@ -194,7 +169,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
                 store=store,
                 rank=env.rank,
                 world_size=env.size,
-                # _watch_ranks ends the process earlier, unless a rank compiles or the store hangs.
+                # _watch_ranks ends the process earlier, unless a rank compiles.
                 timeout=timedelta(seconds=2 * timeout),
                 device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
             )
@@ -206,20 +181,18 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             exit_request = error
         finally:
             block_ended.set()
-        # The watcher reads the state of the group, so let it end before the group is destroyed.
-        # Wait 6 seconds at most: if it waits for a store that does not answer, it no longer reads
-        # the group.
+        # The watcher must no longer read the group when the group is destroyed. After 6 seconds, it
+        # waits only for a store that does not answer.
         futures.wait([watcher], 6)
-        if dist.is_initialized():  # The program may have destroyed it.
+        if dist.is_initialized():  # The program can have destroyed it.
             dist.destroy_process_group()
     except Exception as error:
         _choose_reporter(error, env, store)
         raise
     finally:
-        # Threads of gloo can still hold Python objects of the last collectives. To release them, a
-        # thread needs the GIL. If Python shuts down meanwhile, the process aborts: "terminate
-        # called without an active exception" (torch 2.13; github.com/pytorch/pytorch/pull/179291).
-        # So give the GIL to these threads for a moment.
+        # A thread of gloo needs the GIL to release the objects of the last collective. If Python
+        # shuts down meanwhile, the process aborts: "terminate called without an active exception"
+        # (torch 2.13; github.com/pytorch/pytorch/pull/179291). So release the GIL for a moment.
         time.sleep(0.1)
     if exit_request:
         raise exit_request
@@ -246,18 +219,18 @@ def _select_device(name: str, env: World) -> torch.device:
 def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     """Return how many CPUs this process may use, at least 1.
 
-    This is the number of CPUs in the process's CPU affinity (taskset and SLURM set it), or the CPU
-    quota of the container if that is lower. A quota of 2.5 CPUs counts as 2. The quota is read
-    from the files of cgroup version 2 or version 1 in the folder `cgroup`.
+    This is the number of CPUs in its CPU affinity (taskset and SLURM set it), or the CPU quota of
+    the container if that is lower, rounded down. cgroup: folder with the files of cgroup version 2
+    or 1.
     """
     # macOS and Windows have no CPU affinity.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        # OSError: no such file. ValueError: version 2 writes "max" if there is no quota.
+        # Without a quota, there is no file, or version 2 writes "max", or version 1 writes -1.
         with suppress(OSError, ValueError):
             text = " ".join(Path(cgroup, name).read_text() for name in names)
             quota, period = map(int, text.split())
-            if quota > 0:  # Version 1 writes -1 if there is no quota. The unit is microseconds.
+            if quota > 0:
                 cpus = min(cpus, max(1, quota // period))
     return cpus
 
@@ -269,15 +242,13 @@ def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
     address: MASTER_ADDR:MASTER_PORT. torchrun or spawn serves the store there, or else rank 0.
     functools.cache keeps the connection until the process ends. Otherwise rank 0 could close the
     store at the end of a process group, while another rank has already connected for the next one.
-    Under torchrun, the keys get a prefix that is new for each start of the ranks, so that keys of
-    an earlier start are not read. Raises ConnectionError if not all ranks connect within `timeout`
-    seconds.
+    ConnectionError if not all ranks connect within `timeout` seconds.
     """
     try:
-        # rendezvous reads the address from the environment. read_launch_env has checked it.
+        # rendezvous reads the address from the environment.
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        # A torchrun agent keeps its store, with all keys, when it restarts its workers. Under other
-        # launchers there are no restarts, and the prefix is "0": _wait_for_ranks uses it too.
+        # torchrun keeps its store, with all keys, when it restarts the ranks. So each start needs
+        # its own prefix. Without restarts it is "0", which _wait_for_ranks uses too.
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         return dist.PrefixStore(_agree_on_run_id(store, env, timeout) if restarts else "0", store)
     except dist.DistError as error:
@@ -289,13 +260,12 @@ def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
 def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
-    All ranks must call this function. Rank 0 chooses the id, and each other rank asks for it: the
-    rank writes a random word under "request RANK" and waits for the reply to this word. The word
-    that rank 0 finds may be an old one, from before a restart. So rank 0 replies again until each
-    rank confirms.
+    All ranks must call this function. Rank 0 chooses the id. Each other rank writes a random word
+    under "request RANK" and waits for the reply to this word. Rank 0 can find an old word, from
+    before a restart. So it replies again until each rank confirms the id.
 
-    torchrun's TORCHELASTIC_RESTART_COUNT is not such an id, because each machine's torchrun has
-    its own count (PyTorch issues 108158 and 135712).
+    torchrun's TORCHELASTIC_RESTART_COUNT is not such an id, because each machine has its own count
+    (PyTorch issues 108158 and 135712).
     """
     end = time.monotonic() + timeout
     if env.rank:
@@ -321,21 +291,16 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
     """Do nothing if this rank must raise `error` itself; otherwise raise another exception.
 
-    A rank whose error is only the consequence of another rank's failure waits 1 second first. The
-    store gets at most 6 seconds to answer. `store` must have only the keys of this process group,
-    because an earlier group may have failed too.
+    store: has only the keys of this process group.
     """
-    # torch.distributed raises DistError, but gloo raises a bare RuntimeError with these texts. The
-    # first one is a part of the names of gloo's source files.
+    # torch.distributed raises DistError. gloo raises a bare RuntimeError with one of these texts,
+    # of which the first is from the path of its source files.
     texts = "/gloo/|Application timeout caused pair closure"
     from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
     consequence = from_gloo or isinstance(error, dist.DistError)
 
     def claim_report() -> list[str]:
-        """Raise SystemExit if another rank reports, else return the ranks that have not failed.
-
-        This runs in a second thread; result() below raises the SystemExit in the first one.
-        """
+        """Raise SystemExit if another rank reports, else return the ranks that have not failed."""
         store.set(f"failed {env.rank}", "")
         if consequence:  # Let the rank that failed first report.
             time.sleep(1)
@@ -344,12 +309,11 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
         return [f"{rank}" for rank in range(env.size) if not store.check([f"failed {rank}"])]
 
     try:
-        # If the network is down, a request to the store never returns. So wait 6 seconds at most.
+        # If the network is down, a request to the store never returns.
         not_failed = _in_thread(claim_report).result(6)
     except (dist.DistError, futures.TimeoutError):
         not_failed = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
     if consequence and not_failed:  # If all ranks have failed, none was lost.
-        # A rank that is named need not be lost: it can still be waiting for this rank.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
         raise ConnectionError(f"no answer from rank {' or '.join(not_failed)} ({how})") from error
 
@@ -366,20 +330,17 @@ def _watch_ranks(
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
     process_group starts this function in a thread of each rank. cuda: whether the backend is NCCL.
-    main: identifier of the thread that trains.
+    main: identifier of the thread that trains. No thread can raise an exception in one that waits
+    in a collective, so this function ends the process.
 
-    Nothing can raise an exception in a thread that waits in a collective, so this function ends the
-    process. NCCL would end it too, but without saying which rank waits where.
-
-    All ranks share a counter in the store. 20 times per timeout, each rank adds 1 to it and writes
-    its state into the store: the new value of the counter and the line where its program is. (The
-    value shows how old the state is.) A rank that runs torch.compile also adds 1 to a second
-    counter of all ranks. In an interval, a rank is stuck if all of these are true:
-    - One of these is true: the group is still being made; torch's flight recorder says that a
-      collective has started and has not ended; a rank has reported an error (the key "reported").
-      The last of these also ends a rank that hangs outside a collective.
+    20 times per timeout, each rank adds 1 to a counter of all ranks in the store, and writes its
+    state into the store: the value of the counter, which shows how old the state is, and the line
+    where its program is. A rank that runs torch.compile adds 1 to a second counter. In an interval,
+    a rank is stuck if all of these are true:
+    - It waits: the group is still being made, or torch's flight recorder says that a collective has
+      not ended. A rank waits too if another one has reported an error.
     - No collective has started or ended since the last interval.
-    - The second counter has not changed since the last interval.
+    - No rank compiles.
     A rank that is stuck 20 times in a row ends. The first one reads all states and prints where
     each rank is.
     """
@@ -389,7 +350,7 @@ def _watch_ranks(
     before = None  # `numbers`, one interval ago
     counts = list[int]()  # the values of the counter in the latest intervals, if all were stuck
     while not block_ended.wait(timeout / 20):
-        # traceback.extract_stack would read source files, which can be on storage that hangs.
+        # traceback.extract_stack would read source files. Their storage can hang.
         stacks = {
             id: [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(top)]
             for id, top in sys._current_frames().items()
@@ -397,22 +358,21 @@ def _watch_ranks(
         program = (
             f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARY_PATHS)
         )
-        # Search the text of `stacks` for the compiler, as ('FILE', LINE, 'FUNCTION'). The FUNCTION
-        # "<module>" does not count: the file is only being imported.
+        # Search for functions of the compiler: ('FILE', LINE, 'FUNCTION'). "<module>" does not
+        # count, because it only means that the file is being imported.
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
-        # False leaves out the list of collectives. The status of the groups is always included.
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
         waiting = any(a != b for a, b in numbers)
         if waiting and not cuda:
-            # The threads of gloo can write "last completed" in the wrong order, so that it stays
-            # too low. The list of collectives then says that all of them have ended ("retired").
+            # The threads of gloo can write "last completed" in the wrong order, so that it is too
+            # low. The list of collectives is right.
             entries = json.loads(dump(True, False)).get("entries", [])
             waiting = not all(entry["retired"] for entry in entries)
         waiting = waiting or not joined.is_set()
         count = 0
-        with suppress(dist.DistError):  # If rank 0 serves the store, the store ends with rank 0.
+        with suppress(dist.DistError):  # The store can end with rank 0.
             count = store.add("counter", 1)
             store.set(keys[env.rank], json.dumps([count, next(program, "a library")]))
             numbers.append((store.add("compiled", compiles), 0))  # changes if a rank compiles
@@ -425,9 +385,9 @@ def _watch_ranks(
         with suppress(dist.DistError):
             if store.add("reported", 1) > 1:
                 os._exit(1)
-            # compare_set with "" returns the value of the key, or sets it if there is none.
+            # compare_set returns the value of the key. If there is none, it sets the last argument.
             states = [json.loads(store.compare_set(key, "", '[0, ""]')) for key in keys]
-            ranks = [  # A rank that has written nothing for three intervals does not answer.
+            ranks = [  # A state that is older than three intervals is no answer.
                 f"rank {rank} at {line}" if written > counts[-4] else f"no answer from rank {rank}"
                 for rank, (written, line) in enumerate(states)
             ]
@@ -436,11 +396,7 @@ def _watch_ranks(
 
 
 def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
-    """Start call() in a new thread and return a future of its result.
-
-    The thread is a daemon: unlike a thread of ThreadPoolExecutor, it does not delay the process's
-    end.
-    """
+    """Start call() in a new thread that does not delay the end of the process. Return a future."""
     future = futures.Future[T]()
 
     def work() -> None:
@@ -461,10 +417,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
 
     All ranks must call this function, with the same architecture; all get the weights of rank 0. A
     single process gets `model` itself, not wrapped. A wrapped model has the original model as its
-    attribute `module`, and the names in its state dict start with "module.". Wrapping can delete
-    gradients that the model has, and calls gradient hooks of parameters once, with zeros. If
-    BatchNorm layers must compute their statistics over the batches of all ranks, convert them
-    before: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
+    attribute `module`. Gradients that the model has are lost. To compute BatchNorm statistics over
+    all ranks, first call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True for a
         model that does not use all parameters in each step. A single process ignores them.
@@ -476,11 +430,10 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     settings = {"gradient_as_bucket_view": True, **ddp}
     replica = nn.parallel.DistributedDataParallel(model, **settings)
     if not (replica.find_unused_parameters or replica.static_graph):
-        # DDP divides the gradients into buckets anew after its first backward pass. The buckets
-        # decide in which order the gradients of three or more ranks are added. So the first step of
-        # a resumed run would not round like the same step of a run that was never stopped. Make
-        # that pass here, with gradients of zero. (With find_unused_parameters, DDP keeps its first
-        # buckets. With static_graph, this pass would be taken for the first step.)
+        # After its first backward pass, DDP divides the gradients into new buckets, and with three
+        # or more ranks it then adds them in another order. So the first step of a resumed run would
+        # round differently. Make that pass here, with gradients of zero. (With
+        # find_unused_parameters, DDP keeps its first buckets.)
         # prepare_for_backward replaces the forward pass; []: expect all gradients.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
@@ -506,23 +459,20 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function, each with its own `call`. If some calls raise ValueError or
-    OSError, all ranks raise the error of the lowest of these ranks. These errors must be picklable.
-    If no call raises one of these two, another exception is raised only on its own rank. On the
-    other ranks wait_together returns; they fail in their next collective, as process_group
-    describes.
+    OSError, all ranks raise the error of the lowest of these ranks. Another exception is raised
+    only on its own rank.
 
     Use this function for work that may take longer than the timeout of process_group, such as
-    reading from slow storage: here the timeout does not apply. If a rank dies, the others fail as
-    in any collective. If a call hangs, all ranks wait for it.
+    reading from slow storage: here the timeout does not apply. If a call hangs, all ranks wait for
+    it.
 
     With several ranks, the call runs in a second thread. It must not use torch.distributed. What
-    torch sets for a thread, such as torch.no_grad() and autocast, must be set in the call. The call
-    must name its GPU (world.device), because the current CUDA device of a new thread is GPU 0.
+    torch sets for a thread must be set in the call: torch.no_grad(), autocast, and the current GPU.
     """
     if world.size == 1:
         return call()
     future = _in_thread(call)
-    # A rank that is ready waits in any_rank for the others, which call it every 0.1 seconds.
+    # Each rank asks every 0.1 seconds whether another one is not ready.
     while any_rank(not future.done(), world):
         futures.wait([future], timeout=0.1)
     own = future.exception()
@@ -537,8 +487,7 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
     All ranks must call this function. The result must be picklable. The rules of wait_together for
-    calls and their errors apply. After another exception than ValueError or OSError on rank 0, the
-    other ranks fail in this function.
+    calls and their errors apply.
     """
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
@@ -555,25 +504,21 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 
     The signals no longer interrupt the program. Call the yielded function once per step, together
     with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
-    SIGINT ends the process with exit code 130, without cleanup. During a long call into C++, Python
-    handles signals only when the call returns. A signal to all processes can end the workers of a
-    DataLoader: those that are forked have the handlers of SIGINT and SIGUSR1 only, and those that
-    are spawned have none. See extras/tutorial/stream.py for what to do. Any other forked child ends
-    with exit code 143 at SIGTERM.
+    SIGINT ends the process with exit code 130, without cleanup. A signal to all processes can also
+    end the workers of a DataLoader: see extras/tutorial/stream.py.
 
     notice: a line for the user, because the end of a step can take a while. Rank 0 prints it on
         stderr when it receives the first SIGINT, if stderr is a terminal.
 
-    Of two such blocks, one inside the other, only the inner one notices a signal; spawn uses such a
-    block too. A signal that arrived before, while it was blocked (signal.pthread_sigmask), is
-    delivered when the `with` block begins. When the block ends, the previous handlers are restored,
-    but the signals stay unblocked, even if they were blocked before. Only the main thread can use
-    this function. On Windows, no signal that another process sends can be caught.
+    Only the main thread can use this function. The signals are unblocked (signal.pthread_sigmask),
+    so one that waits is delivered at the beginning of the block. At its end, the previous handlers
+    are restored, but the signals stay unblocked. Of two nested blocks, only the inner one notices a
+    signal.
     """
     received, owner = list[int](), os.getpid()
 
     def handle(number: int, _: object) -> None:
-        # A forked child inherits this handler, but Process.terminate() must end it.
+        # A forked child has this handler too, but Process.terminate() must end it.
         if number == signal.SIGTERM and os.getpid() != owner:
             os._exit(128 + number)
         received.append(number)
@@ -592,7 +537,7 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
         yield lambda: bool(received)
     finally:
         for number, handler in previous.items():
-            # The handler is None if it was not installed from Python. It cannot be restored.
+            # The handler is None if it was not installed from Python.
             signal.signal(number, handler or signal.SIG_DFL)
 
 
@@ -602,12 +547,11 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
-    Each process is a rank and must use process_group. The stop signals are blocked in it, and in
-    processes that it starts, until it uses stop_signals. `fn` must be a function at the top level
-    of a module, and `args` must be picklable. Only the main thread can call spawn. Linux and macOS
-    only. The script needs `if __name__ == "__main__":`, because each rank imports the script again.
-    ValueError on Windows, and if `fn` or `args` have a function or class that is defined in a
-    notebook.
+    Each process is a rank and must use process_group. `fn` must be a function at the top level of a
+    module, and `args` must be picklable. The script needs `if __name__ == "__main__":`, because
+    each rank imports it again. Only the main thread can call spawn. In the ranks, the stop signals
+    are blocked until they use stop_signals. ValueError on Windows, and for functions and classes of
+    a notebook.
 
     A rank prints the traceback of its exception and ends with 1. When a rank has ended with another
     code than 0, the others get 4 seconds to end and are then killed. When this process gets a stop
@@ -615,15 +559,12 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     code 130. If this process dies, its ranks are killed (on Linux).
 
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
-        they are killed. Without a timeout, a rank that hangs keeps this process waiting.
+        they are killed.
 
-    The first of these rules that applies decides the result:
-    - If all ranks end with the same exit code (and no signal), this code is returned.
-    - If a rank has reported the error through process_group, the code of the rank that failed first
-      is returned (1 if a signal killed that rank).
-    - If the rank that failed first ended with 130, because SIGINT ended it, 130 is returned.
-    - Otherwise ChildProcessError is raised. Its message, one line for the user, names a rank that a
-      signal killed, that did not end within `timeout`, or that ended with another code than 0.
+    If all ranks end with the same code, it is returned. Otherwise, if a rank has reported an error
+    through process_group, the code of the rank that failed first is returned (1 for a signal), and
+    130 if SIGINT ended that rank. Otherwise ChildProcessError is raised. Its message, one line for
+    the user, names the rank that was killed, did not end within `timeout`, or failed.
     """
     in_notebook = not hasattr(sys.modules["__main__"], "__file__")
     if in_notebook and b"__main__" in pickle.dumps((fn, args)):
@@ -638,9 +579,9 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
     with stop_signals() as stop_requested:
-        # The ranks inherit the blocked signals. So a stop signal that arrives while a rank imports
-        # torch waits until this rank calls stop_signals. The resource tracker of multiprocessing
-        # unblocks signals when it starts, so start it before.
+        # The ranks inherit the blocked signals. So a stop signal waits until the rank, which
+        # imports torch first, calls stop_signals. The resource tracker of multiprocessing unblocks
+        # signals when it starts, so start it before.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -655,9 +596,8 @@ def _wait_for_ranks(
 ) -> int:
     """Wait until all ranks have ended, as the docstring of `spawn` says.
 
-    torch's ProcessContext.join(grace_period=...) cannot do this. It does not notice a rank that
-    hangs after another rank has ended with 0. It returns only after the grace period; by then,
-    another rank has reported "connection lost" in place of the rank that was killed.
+    torch's ProcessContext.join does not notice a rank that hangs after another has ended with 0,
+    and returns too late to report a rank that was killed.
     """
     to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
     while True:
@@ -667,7 +607,7 @@ def _wait_for_ranks(
             code = next(filter(None, codes))
             failed = codes.index(code)
             # If no rank has reported the error yet, this process does, and then no rank will.
-            # "0" is the prefix from _connect_to_store. The group is the last that the rank joined.
+            # "0" is the prefix of _connect_to_store.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"
@@ -684,11 +624,11 @@ def _wait_for_ranks(
                 problem = f"rank {codes.index(None)} did not end, {timeout:g} s after another had"
             for rank in ranks:
                 rank.kill()
-        # Each rank gets one SIGTERM only: a second could come when the rank no longer catches it.
+        # A second SIGTERM could come when the rank no longer catches it.
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
-    # If all ranks end with the same code, such as 3 for "stopped", the program chose this code.
+    # If all ranks end with the same code, the program chose it.
     if problem and code != 130 and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
     return 1 if code < 0 else code
@@ -711,7 +651,7 @@ def _run_rank(
     os.environ.pop("TORCHELASTIC_RUN_ID", None)  # of a torchrun that started the parent
     try:
         fn(*args)
-    except KeyboardInterrupt:  # torch's function that calls this one would exit with 0
+    except KeyboardInterrupt:  # torch would exit with 0.
         sys.exit(130)
     except Exception:
         print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr)

@@ -61,7 +61,7 @@ def lazy_import(name: str) -> ModuleType:
 def extra(name: str) -> ModuleType:
     """Import and return extras/NAME.py. FileNotFoundError if it, or a module it needs, is missing.
 
-    usage_errors() makes this error one line. Where the extra is optional, callers suppress it.
+    Where the extra is optional, callers suppress this error.
     """
     try:
         return importlib.import_module(f"extras.{name}")
@@ -84,20 +84,6 @@ else:
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
 EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
-# Pattern in the traceback of an error -> what helps (the last one, if several match). The name
-# OutOfMemoryError must not match ("(?<!OutOf)"), because Triton has an error of this name that is
-# not about the memory of the device. torch's OutOfMemoryError matches by its text, "out of memory".
-# Python raises SystemError if memory runs out during an import.
-HINTS = {
-    r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
-        "--no-compile trains without torch.compile"
-    ),
-    "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
-    "|failed to map|new thread|(?<!OutOf)MemoryError"
-    r"|frozen importlib.*\nSystemError": (
-        "a higher --accum or --checkpoint-activations needs less memory"
-    ),
-}
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 CLEAR_LINE = "\033[G\033[K"  # clears "evaluation: batch N"; click removes it outside a terminal
 
@@ -194,14 +180,13 @@ class Flags:
     keep: int = option(3, "Number of newest checkpoints to keep, besides the best one.", COUNT)
 
 
-# These flags define the model, the state of the optimizers, the order of the data and what the
-# validation loss means. A resumed run refuses other values than the saved ones.
+# A resumed run refuses other values of these flags than the saved ones. They define the model, the
+# state of the optimizers, the order of the data, and what the validation loss means.
 PINNED = set(
     "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer "
     "init_from eval_tokens".split()
 )
-# These flags are not saved in a checkpoint: a resumed run uses what is given now, or the defaults.
-# All other flags are taken from the checkpoint, unless they are given.
+# These flags are not saved. All others are taken from the checkpoint, unless they are given.
 NOT_RESTORED = set(
     "spawn strategy device compile timeout out log_every accum checkpoint "
     "checkpoint_activations".split()
@@ -218,15 +203,13 @@ def train(flags: Flags, given: set[str]) -> int:
     file.
     """
     with (
-        usage_errors(),  # converts errors that process_group itself raises
+        usage_errors(),  # of process_group itself
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        # Converts errors of the body before process_group gets them: it ends the other ranks with
-        # the exit code of the error.
-        usage_errors(),
+        usage_errors(),  # of the body: process_group ends all ranks with the exit code of the error
     ):
         rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
-        # Ranks with different flags, for example from the environment, would train on wrong data.
+        # Ranks with different flags, for example from the environment, would train different runs.
         # Only paths may differ, because each machine can have its own.
         shared = given - {"data", "out", "init_from", "tokenizer"}
         ours = {name: getattr(flags, name) for name in shared}
@@ -236,11 +219,8 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads `state`, from which the run starts: the newest checkpoint; or the model of
-        # --init-from at step 0, whose "config" has only the flags that define the model; or {} for
-        # a new model. All ranks get `saved`, the state without its large parts. wait_together calls
-        # a function on all ranks. When all have ended, each rank gets its own result, or all get
-        # the error of one rank.
+        # Rank 0 reads the state from which the run starts. All ranks get `saved`, the same without
+        # the large parts. While rank 0 reads, --timeout does not apply: see wait_together.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -250,12 +230,11 @@ def train(flags: Flags, given: set[str]) -> int:
         if flags.min_lr > flags.lr:
             raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
         if world.device.type == "mps" and flags.checkpoint_activations and flags.dropout:
-            # The second forward pass would draw other numbers: PyTorch issue 127676.
+            # The second forward pass would draw other numbers: see PyTorch issue 127676.
             raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
 
         corpus, plan, val_plan = load_data(flags, given, saved, world)
-        # This raises ValueError if the data is too short.
-        with usage_errors(f"--data {flags.data or '(default text)'}: "):
+        with usage_errors(f"--data {flags.data or '(default text)'}: "):  # It can be too short.
             steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
@@ -268,22 +247,20 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        # The flags by name, with the real dtype and vocabulary size in place of "auto" and None.
         dtype_name = pick_dtype(flags.dtype, world.device)
         resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
-        machine: Values = {"ranks": world.size}  # what config.json says besides the flags
-        with suppress(FileNotFoundError):  # no extra: no mfu, no check of the memory
+        machine: Values = {"ranks": world.size}
+        with suppress(FileNotFoundError):  # Without this extra: no mfu, no check of the memory.
             machine |= extra("machine").check_and_describe(
                 world.device, dtype, world.size, flags.strategy, config
             )
         peak_flops = machine.get("peak_flops", math.nan)
 
-        # The model and its optimizers, with the saved weights and moments. For zero and fsdp,
-        # gpt.build gets no seed: the model then has no weights, and shard_ makes them.
+        # For zero and fsdp, the model is built without weights, and shard_ makes them.
         seed = flags.seed if flags.strategy == "ddp" else None
-        model = gpt.build(config, seed, flags.checkpoint_activations)
+        model = build_model(config, seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
             gpt.compile_(model)
         if flags.strategy == "ddp":
@@ -294,10 +271,10 @@ def train(flags: Flags, given: set[str]) -> int:
             replica = shard_(model, world.size, world.device, blocks, flags.strategy, weight)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-        if saved:  # on all ranks
+        if saved:
             with usage_errors(f"{saved['name']}: "):
                 storage.restore_(state, replica, optimizers)  # sends the state of rank 0 to all
-            if saved.get("scaler"):  # it is empty after a run in another dtype than float16
+            if saved.get("scaler"):  # only after a run in float16
                 scaler.load_state_dict(saved["scaler"])
         del state  # It has the size of the model and its moments.
 
@@ -305,12 +282,10 @@ def train(flags: Flags, given: set[str]) -> int:
         steps = chardata.steps(
             plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
         )
-        # With fsdp, each micro-batch communicates, so all ranks need equally many. (zero
-        # communicates once per step.)
-        if flags.strategy == "fsdp":
+        if flags.strategy == "fsdp":  # Each micro-batch communicates: all ranks need equally many.
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         elif flags.strategy == "ddp":
-            with suppress(FileNotFoundError):  # no extra: a slow rank is not named
+            with suppress(FileNotFoundError):  # Without this extra: no line about a slow rank.
                 steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
         lr_factor = partial(
             loop.linear, total=total, warmup_steps=flags.warmup, floor=flags.min_lr / flags.lr
@@ -327,21 +302,19 @@ def train(flags: Flags, given: set[str]) -> int:
             scaler=scaler,
             seed=flags.seed,
             stop=stop_requested,
-            sync_each=flags.strategy == "fsdp",  # Its gradients are sent after each micro-batch.
+            sync_each=flags.strategy == "fsdp",
         )
 
-        # The --out folder. Nothing is written to it before this point, and train_ does its first
-        # step only in the loop below.
+        # Nothing is written before this point. train_ does its first step in the loop below.
         saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
-        # "data" is the digest of the data. Their path is in "config".
         constants = {"data": corpus.digest, "config": saved_config, "vocabulary": vocabulary}
         rejected = saved.get("rejected", {})
         prepare = partial(
             prepare_folder, flags.out, storage, start_step, rejected, resolved | machine
         )
         with usage_errors(f"--out {flags.out}: "):
-            # The lock is held until train() returns.
+            # The lock is held as long as this name exists.
             _lock = ddp_setup.wait_together(lambda: prepare() if rank0 else None, world)
             if sharded:
                 storage.check_shared_folder(flags.out)
@@ -350,23 +323,19 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # writing: the Future of the last save, and the time at which it should have ended. At
-        # first, and always on ranks that write nothing, it is a call that does nothing: bool().
+        # The last save, and the time at which it should have ended. At first it does nothing.
         pool = ThreadPoolExecutor(1)
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
         def wait_for_saves() -> bool:
-            """Wait for the saves of all ranks. Return False if one has not ended in time.
-
-            All ranks must call this.
-            """
+            """Wait for the saves of all ranks. Return False if one has not ended in time."""
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
         gc.freeze()  # Never collect what exists now. main() has disabled garbage collection.
         gc.enable()
-        # The tokens and the time of the last record. The time of evaluations and saves is added to
-        # logged_at, so that it does not count for tokens per second.
+        # Of the last record. The time of evaluations and saves is added to logged_at, so that it
+        # does not count for tokens per second.
         logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
         try:
             for step, report in training:
@@ -391,34 +360,30 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # loop.train_ skips a step whose loss or gradient is not finite, and raises
-                # FloatingPointError after five of them in a row. Such a step does not change the
-                # weights, so it is saved only at a stop or at the end: otherwise --keep would
-                # delete an older checkpoint for a copy of a newer one. A report is equal on all
-                # ranks, so all decide the same.
+                # A step whose loss or gradient is not finite has not changed the weights. A second
+                # checkpoint of the same weights would only make --keep delete an older one.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If an evaluation or a snapshot follows, rank 0 has waited for the device above, in
-                # float() or isfinite(). So no training runs from here to the end of both, and this
-                # time does not count: see logged_at.
+                # If an evaluation or a save follows, rank 0 has waited for the device above, in
+                # float() or isfinite(). So no time of the training is counted as a pause.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
                     val_loss = validate(replica, val_plan, world, flags, dtype, stop_requested)
-                    stopped = val_loss is None  # the evaluation was interrupted
+                    stopped = val_loss is None
                     if rank0 and not stopped:
                         log({"step": step, "val_loss": val_loss})
                         count = chardata.num_tokens(val_plan.tokens) - 1
                         say(f"step {step}  validation loss {val_loss:.4f} over {count:,} tokens")
 
                 if stopped or last or due:
-                    # Training on data that has changed must not become a checkpoint.
+                    # The result of changed data must not become a checkpoint.
                     chardata.verify_unchanged(corpus)
                     if flags.strategy == "ddp":
-                        with suppress(FileNotFoundError):  # no extra: ranks are not compared
+                        with suppress(FileNotFoundError):  # Without it: no comparison of ranks.
                             extra("replicas").verify_replicas(replica, optimizers)
-                    # If an earlier save has not ended by its deadline, leave this checkpoint out.
+                    # If the save before has not ended in time, leave this one out.
                     if may_save := wait_for_saves():
-                        state = storage.snapshot(  # every rank helps with it
+                        state = storage.snapshot(
                             replica,
                             optimizers,
                             step=step,
@@ -430,18 +395,16 @@ def train(flags: Flags, given: set[str]) -> int:
                                 storage.save, flags.out, state, step, val_loss, flags.keep
                             )
                             writing = save, time.monotonic() + flags.timeout
-                        del state  # The save holds the state until the save has ended.
+                        del state  # Now only the save holds it.
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
-        except FloatingPointError:  # from loop.train_ or extras/replicas.py, always on all ranks
-            wait_for_saves()  # The state that they save is from before this step, so it is good.
+        except FloatingPointError:  # of loop.train_ or extras/replicas.py, always on all ranks
+            wait_for_saves()
             raise
         except Exception:
-            # Other ranks may have no error, and would not come to wait_for_saves().
-            wait_for_save(*writing)
+            wait_for_save(*writing)  # Other ranks may have no error, and do not wait.
             raise
-        # The last step has no checkpoint if its save was left out, hangs, or failed.
         ended = may_save and wait_for_saves()
         failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
     if rank0 and failed:
@@ -460,7 +423,7 @@ def open_storage(out: str, write_sharded: bool = False) -> Any:
     """Return ckpt.py, or for URLs and sharded checkpoints an extra with the same functions."""
     if "://" in out:
         return extra("remote").storage(ckpt, write_sharded)
-    # A name without .pt is the name of a sharded checkpoint.
+    # Only the names of sharded checkpoints do not end with .pt.
     if write_sharded or any(not e.name.endswith(".pt") for e in ckpt.list_checkpoints(out)):
         return extra("sharded").storage(ckpt, extra("reader").read, write_sharded)
     return ckpt
@@ -478,8 +441,7 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
-    # In checkpoints of version 0.1, config["vocab"] is None for text, the flag --tokenizer is named
-    # "tokens", an evaluation uses all tokens, and Muon has other settings.
+    # Checkpoints of version 0.1 have other names and defaults, and the vocabulary None for text.
     config["vocab"] = state["vocabulary"]["vocab"]
     if "tokens" in config:
         config["tokenizer"] = config.pop("tokens")
@@ -488,7 +450,10 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
 
 
 def find_start(flags: Flags, storage: ModuleType) -> Values:
-    """Return the state that the run starts from; {} for a new model."""
+    """Return the newest checkpoint, or the model of --init-from, or {} for a new model.
+
+    The "config" of --init-from has only the flags that define the model.
+    """
     state = find_checkpoint(flags.out, storage)
     if not state and flags.init_from:
         source, read = open_storage(flags.init_from), extra("reader").read
@@ -497,8 +462,7 @@ def find_start(flags: Flags, storage: ModuleType) -> Values:
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
-    """Return the flags. Those that are not given are taken from the checkpoint, except
-    NOT_RESTORED.
+    """Return the flags, with those that are not given taken from the checkpoint.
 
     ValueError if a given flag contradicts the checkpoint.
     """
@@ -531,7 +495,7 @@ def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     if tokenizer not in ("char", "byte"):
         read = partial(extra("tokenizer").read_corpus, chardata)
         if chars and "tokenizer" not in given:
-            tokenizer = ""  # Use that of the checkpoint, and do not look for the file.
+            tokenizer = ""  # That of the checkpoint. Its file may be gone.
     return read(files, tokenizer, chars, flags.vocab)
 
 
@@ -579,8 +543,7 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    # In an evaluation, zero and fsdp gather the weights for each batch and free them afterwards. So
-    # all ranks need equally many batches. (In training, zero does this once per step.)
+    # zero and fsdp gather the weights for each batch, so all ranks need equally many.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
@@ -589,6 +552,14 @@ def validate(
 def model_config(values: Values) -> gpt.Config:
     """Return the configuration of the model from the values of the flags by name."""
     return gpt.Config(**{name: values[name] for name in gpt.Config._fields})
+
+
+def build_model(config: gpt.Config, seed: int | None, checkpoint_activations: bool) -> gpt.GPT:
+    """Build a model, with the cross-entropy of extras/, which needs less memory, if it is there."""
+    options: Values = {"checkpoint_activations": checkpoint_activations}
+    with suppress(FileNotFoundError):
+        options["cross_entropy"] = extra("cross_entropy").cross_entropy
+    return gpt.build(config, seed, **options)
 
 
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
@@ -601,7 +572,7 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
     muon: list[torch.optim.Optimizer] = []
     if flags.optimizer == "muon":
         make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
-        with suppress(FileNotFoundError):  # without the extra: the same updates, but slower
+        with suppress(FileNotFoundError):  # Without this extra: the same updates, but slower.
             make_muon = partial(extra("muon").Muon, distribute=one_machine)
         # match_rms_adamw gives the updates the size of AdamW's (Liu et al., 2025).
         matrices = groups.pop("matrices")
@@ -627,8 +598,7 @@ def pick_dtype(flag: str, device: torch.device) -> str:
 
 
 def should_compile(flag: bool | None, device: torch.device, flops: float) -> bool:
-    """Return whether to compile. Without a flag: if there is a compiler, and the device is CUDA, or
-    a CPU on which the run is long.
+    """Return the flag; without one, whether there is a compiler and the run is on CUDA or long.
 
     flops: of the whole run, so that a resumed run decides the same.
     """
@@ -643,10 +613,9 @@ def should_compile(flag: bool | None, device: torch.device, flops: float) -> boo
 def prepare_folder(
     out: str, storage: ModuleType, step: int, rejected: dict[str, str], config: Values
 ) -> object:
-    """Write the first files into the folder `out` and return its lock.
+    """Lock the folder `out` and prepare its files for the steps after `step`. Return the lock.
 
-    Set damaged checkpoints aside, and remove the metrics after `step`, because these steps are done
-    again. config: for config.json.
+    Damaged checkpoints are set aside, later metrics are removed, and config.json is written.
     """
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
     foreign = old and '"val_fraction"' not in old or metrics and '{"step": ' not in metrics
@@ -654,13 +623,13 @@ def prepare_folder(
         raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
     lock: object = storage.lock(out)
-    # Before this run had the lock, another one may have written newer checkpoints.
+    # Another run may have written before this one had the lock.
     if any(e.step > step and e.name not in rejected for e in storage.list_checkpoints(out)):
         raise ValueError("another run has just written to it; start again to continue from there")
     for name, reason in rejected.items():
         storage.set_aside(out, name)
         warn(f"{name}: {reason}; set aside, continuing from step {step}")
-    # The lines that append_metrics wrote. All others are removed, such as one that a crash cut off.
+    # This pattern leaves out a line that a crash has cut off.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     lines = re.finditer(pattern, storage.read_text(out, "metrics.jsonl"))
     kept = (line[0] for line in lines if int(line[1]) <= step)
@@ -670,9 +639,9 @@ def prepare_folder(
 
 
 def wait_for_save(save: Future[Any], deadline: float) -> bool:
-    """Wait until a save has ended, or until time.monotonic() is `deadline`. Return whether it has.
+    """Wait until a save has ended, but not longer than the deadline. Return whether it has.
 
-    Warn if it has not, or if it failed. After a failure, the next due save writes the newer state.
+    deadline: a value of time.monotonic(). Warn if the save has not ended, or if it failed.
     """
     wait([save], max(0.0, deadline - time.monotonic()))
     if not save.done():
@@ -689,7 +658,7 @@ def say(text: str, error: bool = False) -> None:
     """Print a line, on stderr if `error` is true."""
     try:
         click.echo(CLEAR_LINE + text, err=error)
-    except OSError as reason:  # a full disk or a closed pipe must not end the training
+    except OSError as reason:  # A full disk or a closed pipe must not end the training.
         if not error:
             warn_once(f"output not written: {reason}")
 
@@ -703,10 +672,7 @@ warn_once = cache(warn)  # prints each text once
 
 
 def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
-    """Add a record of numbers to metrics.jsonl, with the time, and with null for NaN and infinity.
-
-    The time is the number of seconds since 1970.
-    """
+    """Add a record of numbers, and the time, to metrics.jsonl. NaN and infinity become null."""
     record["time"] = round(time.time(), 3)
     finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
     try:
@@ -736,12 +702,11 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 def usage_errors(subject: str = "") -> Iterator[None]:
     """Raise click.UsageError, exit code 2, in place of errors about values, files and packages.
 
-    A bug that raises ValueError loses its traceback here too. To see it, replace the body by
-    `yield`.
+    To see the traceback of a bug that raises ValueError, replace the body by `yield`.
     """
     try:
         yield
-    except ConnectionError:  # a rank was lost
+    except ConnectionError:  # A rank was lost.
         raise
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         raise click.UsageError(f"{subject}{error}") from error
@@ -770,7 +735,7 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     if name != (theirs := ddp_setup.from_rank_zero(lambda: name, world)):
         raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
     with usage_errors(f"{state['name']}: "):
-        model = gpt.build(model_config(state["config"]), seed=0)
+        model = build_model(model_config(state["config"]), 0, False)
         ckpt.check_same(state["model"], model.state_dict())
     model.load_state_dict(state["model"])
     return model.to(world.device).eval(), state
@@ -814,17 +779,16 @@ def sample(
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
         # kind: char, byte, ids or tokenizer
         codec = extra("tokenizer") if kind == "tokenizer" else chardata
-        if prompt is None:  # the first character in a vocabulary is nearly always a new line
+        if prompt is None:  # The first character is nearly always a new line.
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
         ids = codec.encode(prompt, kind, chars).tolist()
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
-        # torch's default seed would give the same text at each start. torch.seed() makes a new one.
+        # Without torch.seed(), each start would give the same text.
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)  # ValueError above sys.maxsize
-    # Outside of usage_errors, because output that cannot be written is not a mistake in the flags.
-    # The first text is printed while all are generated; tee keeps the tokens of the others.
+    # The first text is printed while all are generated. tee keeps the tokens of the others.
     for row, batches in enumerate(tee(generated, num_samples)):
         if row:
             click.echo("-" * 20)
@@ -861,7 +825,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
         count = chardata.num_tokens(plan.tokens) - 1
-        click.echo(  # and not say(), because a result that cannot be written is an error
+        click.echo(  # say() would only warn if the result cannot be written.
             f"{CLEAR_LINE}loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
             f"perplexity {math.exp(loss):.4f}, over {count:,} tokens, in {flags.dtype}"
         )
@@ -906,8 +870,7 @@ def cli(**values: Any) -> None:
         return
     given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)
-    # A stop signal that comes from here on stays pending until stop_signals() or spawn() unblocks
-    # it.
+    # From here on, a stop signal waits until stop_signals() or spawn() unblocks it.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
@@ -928,14 +891,14 @@ with suppress(FileNotFoundError):
 def main() -> None:
     """Run what the command line asks for and exit with its code. A spawned process does the same.
 
-    UsageErrors (see usage_errors), lost ranks, a training that diverged and errors with a hint
-    become one line. Other errors get a traceback.
+    UsageErrors (see usage_errors), lost ranks, a training that diverged and errors that
+    extras/hints.py knows become one line. Other errors get a traceback.
     """
     for name in ("stdout", "stderr"):  # Python sets a closed stream to None.
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
     gc.disable()  # During the imports it would take 0.5 s and find nothing. train enables it.
-    faulthandler.enable()  # prints where a fatal signal came, for example SIGBUS from a mapped file
+    faulthandler.enable()  # prints where a fatal signal came, such as SIGBUS of a mapped file
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -943,7 +906,7 @@ def main() -> None:
             with usage_errors(), suppress(FileNotFoundError):
                 extra("slurm").set_launch_env_(os.environ)
         code = cli.main(standalone_mode=False) or DONE
-    except SystemExit as error:  # of process_group: another rank reports the error
+    except SystemExit as error:  # of process_group: another rank reports the error.
         code = error.code if isinstance(error.code, int) else FAILED
     except click.Abort:  # Ctrl-C in a command such as sample
         code = 130
@@ -951,19 +914,16 @@ def main() -> None:
         say("Error: " + " ".join(error.format_message().split()), error=True)
         code = error.exit_code
     except (OSError, FloatingPointError) as error:
-        # A rank was lost (ConnectionError) or killed (ChildProcessError), the output of a command
-        # cannot be written, the training diverged, or the replicas differ.
+        # A rank was lost or killed, the output of a command cannot be written, the training
+        # diverged, or the replicas differ.
         say(f"Error: {error}", error=True)
     except Exception as error:
-        trace = traceback.format_exc()
-        text = f"{error!r}\n{trace}"
-        first_paragraph = " ".join(f"{error}".split("\n\n")[0].split())
-        for pattern, hint in HINTS.items():
-            if re.search(pattern, trace):
-                text = f"{type(error).__name__}: {first_paragraph}; {hint}"
+        text = f"{error!r}\n{traceback.format_exc()}"
+        with suppress(FileNotFoundError):
+            text = extra("hints").one_line(error) or text
         say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
-    # Leave at once: to free torch takes half a second, and a save that hangs must not keep the
-    # process alive. But run the handlers of atexit (coverage, profilers) and flush the output.
+    # os._exit: a save that hangs must not keep the process alive, and to free torch takes half a
+    # second. It would skip the handlers of atexit (coverage, profilers) and the flush.
     atexit._run_exitfuncs()
     with suppress(OSError):
         sys.stdout.flush()

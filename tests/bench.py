@@ -56,6 +56,7 @@ import ddp_setup  # noqa: E402
 import gpt  # noqa: E402
 import loop  # noqa: E402
 from extras import machine  # noqa: E402
+from extras.cross_entropy import cross_entropy  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -233,9 +234,10 @@ def make_model(
     """Return a model on DEVICE and its optimizers.
 
     optimizer: "adamw", "muon" (torch's), or "extras/muon", which divides its work over the ranks.
-    build: arguments of gpt.build.
+    build: arguments of gpt.build. By default, the loss is that of extras/cross_entropy.py.
     """
     sizes = shape.vocab, shape.T, shape.layers, num_heads(shape), shape.embd
+    build = {"cross_entropy": cross_entropy, **build}
     model = gpt.build(gpt.Config(*sizes, dropout, arch), 0, **build).to(DEVICE)
     groups = gpt.parameter_groups(model)
     rest = groups["embeddings"] + groups["vectors"]
@@ -361,7 +363,7 @@ def vocabulary() -> Iterator[Row]:
         taken = medians(
             {
                 "tutorial loop, float32": plain_step(shape),
-                "all logits at once": all_logits(toolkit_step(shape, dtype)),
+                "all logits at once": toolkit_step(shape, dtype, cross_entropy=gpt.cross_entropy),
                 "adamw": toolkit_step(shape, dtype),
             }
         )
@@ -762,7 +764,9 @@ def gpu_speed(gpu: Gpu) -> Iterator[Row]:
     if (ROOT / "extras/muon.py").exists():
         ours["modern, extras/muon, compiled"] = step(True, optimizer="extras/muon")
     if gpu.tiny or machine.device_memory(DEVICE) > 6e10:
-        ours["gpt2, adamw, compiled, all logits at once"] = all_logits(step(True, arch="gpt2"))
+        ours["gpt2, adamw, compiled, all logits at once"] = step(
+            True, arch="gpt2", cross_entropy=gpt.cross_entropy
+        )
     theirs: dict[str, Call] = {}
     if gpu.nanogpt:
         theirs["nanoGPT"] = nanogpt_step(shape, gpu.nanogpt, False)
@@ -787,20 +791,6 @@ def gpu_speed(gpu: Gpu) -> Iterator[Row]:
 def repeat_call(call: Call, times: int) -> None:
     for _ in range(times):
         call()
-
-
-def all_logits(step: Call) -> Call:
-    """Return the same step, but with all logits in memory at once."""
-    in_parts = gpt.cross_entropy
-
-    def call() -> None:
-        gpt.cross_entropy = lambda x, weight, y, _: in_parts(x, weight, y, 1 << 60)
-        try:
-            step()
-        finally:
-            gpt.cross_entropy = in_parts
-
-    return call
 
 
 def nanogpt_step(shape: Shape, folder: str, compiled: bool) -> Call:

@@ -75,7 +75,9 @@ def kept_per_token(arch: str, dtype: torch.dtype, recompute: bool) -> float:
     """
     width, length, sizes = 256, 520, []
     for layers in (1, 2):
-        model = gpt.build(gpt.Config(8, length, layers, 4, width, 0.0, arch), 0, recompute)
+        model = gpt.build(
+            gpt.Config(8, length, layers, 4, width, 0.0, arch), 0, checkpoint_activations=recompute
+        )
         weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         kept: dict[int, torch.Tensor] = {}
         x = torch.zeros(1, length, dtype=torch.long)

@@ -99,6 +99,17 @@ USES = {
         assert found.config == {"arch": "gpt2", **sizes}
         assert torch.equal(found.weights["blocks.0.qkv.weight"], torch.ones(12, 4))
     """,
+    "cross_entropy": """
+        import torch
+        x, weight, y = torch.zeros(9, 2, requires_grad=True), torch.zeros(8, 2), torch.arange(9) % 8
+        loss = cross_entropy.cross_entropy(x, weight, y, max_logits=8)
+        loss.backward()
+        assert abs(loss.item() - 9 * torch.tensor(8.0).log().item()) < 1e-4 and x.grad is not None
+    """,
+    "hints": """
+        assert hints.one_line(MemoryError()).startswith("MemoryError: ")
+        assert hints.one_line(ValueError("memory")) == ""
+    """,
     "export": """
         import safetensors.torch, torch
         model = ({"arch": "any"}, {"kind": "ids", "chars": ""}, {"w": torch.ones(3)})
