@@ -1,4 +1,4 @@
-"""Train and evaluate any model with any loss and any optimizers, in one process or on many ranks.
+"""Train and evaluate any model with any loss, in one process or on many ranks.
 
     def loss_fn(model, batch):
         x, y = batch
@@ -11,17 +11,14 @@
         if report.stop:
             break
 
-The loss function returns a sum over a micro-batch, not a mean, and the count of the terms of this
-sum (rows, tokens): if micro-batches have different sizes, the mean of their means is not the mean
-of the whole. Each rank back-propagates sum * world_size / (count of the global batch, that is, of
-all micro-batches of all ranks in this step). DDP and FSDP average over the ranks, so the result is
-the exact mean gradient of the global batch, no matter how the batch was divided.
+The loss function returns the sum of the losses in a micro-batch, not their mean, and the count of
+these losses (rows or tokens). The global batch of a step is all micro-batches of all ranks. Each
+rank back-propagates sum * world_size / (count of the global batch). DDP and FSDP average over the
+ranks, so the result is the exact mean gradient of the global batch.
 
-Everything here also works without a process group. In a process group, all ranks must call the same
-functions in the same order, and the model must be wrapped in DistributedDataParallel (DDP) or
-FSDP2 (torch's fully_shard; FullyShardedDataParallel is not supported). With FSDP2, call train_ with
-sync_each=True. A trailing underscore in the name of a function
-(train_) means, as in torch, that it changes its arguments.
+Everything also works without a process group. In a process group, all ranks must call the same
+functions in the same order. Wrap the model in DistributedDataParallel (DDP) or FSDP2 (torch's
+fully_shard), not in FullyShardedDataParallel. With FSDP2, call train_ with sync_each=True.
 """
 
 import hashlib
@@ -42,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 
 # loss_fn(model, micro-batch on the model's device) -> (scalar sum, count of its terms)
 LossFn = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
-# waits until the numbers of a tensor are on the host, and returns them
+# waits for a copy to the host and returns its numbers
 Reader = Callable[[], list[float]]
 
 
@@ -50,21 +47,18 @@ Reader = Callable[[], list[float]]
 class Report:
     """Holds the results of one optimizer step. They are equal on all ranks.
 
-    The tensors are scalars on the model's device. float(tensor) waits until the device has finished
-    the step, so convert them only in steps that you log.
+    The tensors are scalars on the model's device. float(tensor) waits for the device.
     """
 
     loss: Tensor  # exact mean loss over the global batch, before the update
-    grad_norm: Tensor  # L2 norm of the mean gradient of the global batch, before clipping
-    count: Tensor  # sum of what loss_fn counted on all ranks that did not declare 0: see train_
-    # number of steps since the start of train_ that were skipped, because the loss or the gradient
-    # was not finite
-    skipped: Tensor
-    stop: bool  # some rank's stop() was true in this step (on CUDA: in the step before)
+    grad_norm: Tensor  # L2 norm of the mean gradient, before clipping
+    count: Tensor  # count of the global batch
+    skipped: Tensor  # number of steps since `start` whose loss or gradient was not finite
+    stop: bool  # some rank's stop() was true (on CUDA: in the step before)
 
 
 class Diverged(FloatingPointError):
-    """Is raised if too many steps in a row had a loss or a gradient that was not finite."""
+    """Too many steps in a row had a loss or gradient that was not finite."""
 
 
 def train_(
@@ -85,75 +79,41 @@ def train_(
 ) -> Iterator[tuple[int, Report]]:
     """Do one optimizer step for each item of `steps`; after each, yield (steps done, Report).
 
-    Gradients must be dense, and optimizers need a step() without arguments (so not LBFGS).
+    All ranks must iterate over train_ together. Gradients must be None at the start. After each
+    step, train_ deletes only the gradients of the optimizers' parameters. It calls model.train()
+    at the start.
 
-    All ranks must iterate over train_ together; like any generator, it does nothing before the
-    first next(). The first yielded number is start + 1. train_ calls model.train() once, at the
-    start. Gradients must be None at the start. After each step, the gradients of all parameters of
-    the optimizers are deleted (set to None); those of other parameters accumulate.
-
-    start: number of steps that were done before, in an earlier run. `steps` begins after these.
-    steps: for each step, a list of at least one micro-batch of this rank, and the declared count:
-        what loss_fn counts in the micro-batches of all ranks together. All ranks need the same
-        number of steps; their numbers of micro-batches may differ, unless the model communicates
-        in its forward pass, as SyncBatchNorm does. A rank without data in a step
-        passes any micro-batch and declares 0. Its micro-batches then have the weight 0: they are
-        computed, but have no influence on gradients, losses and counts, and the other ranks do not
-        include them in the declared count. Their loss and its gradient must be finite, because
-        0 * NaN is NaN. (BatchNorm statistics do change. A parameter that only such micro-batches
-        use gets the gradient 0 instead of None.)
-    loss_fn: see above. With class weights, the sum of the weights can take the place of the count.
-    lr_at: lr_at(step), with step = number of finished steps (`start` in the first step), returns a
-        factor. The learning rate of each parameter group is set to this factor times the group's
-        "initial_lr", which is set to the group's "lr" if it does not exist. With None, learning
-        rates are not changed, so a scheduler from torch.optim.lr_scheduler can set them. To resume
-        such a run, make the scheduler, load its state, and then set the "lr" of each group to its
-        value in get_last_lr(): making a scheduler changes "lr", and loading its state does not
-        restore it. (OneCycleLR and CyclicLR change "momentum" or "betas" in the same way.)
-    clip: maximum for the mean gradient's L2 norm, over the parameters of all optimizers together.
-    dtype: torch.autocast uses this dtype, unless it is float32. float16 also needs `scaler`.
+    start: number of steps that an earlier run has done. `steps` must begin after these.
+    steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
+        the global batch. All ranks need the same number of steps. Their numbers of micro-batches
+        may differ, unless the forward pass communicates, as with SyncBatchNorm. A rank without data
+        passes any micro-batch and declares 0. This micro-batch is not part of the global batch, but
+        changes BatchNorm statistics. Its loss must be finite.
+    loss_fn: with class weights, the count is the sum of the weights.
+    lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
+        becomes this factor times its "initial_lr". If that is missing, it is set to "lr". With
+        None, a torch scheduler can set "lr". To resume such a run, make the scheduler, load its
+        state, and then set each "lr" to its value in get_last_lr().
+    clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers.
+    dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
-    seed: for each step, torch's random generators are seeded with a hash of (seed, step, rank). So
-        a resumed run draws the same numbers, for example for dropout, as a run that was not
-        interrupted. Between two steps the generators of the CPU and of the model's GPU are as
-        train_ found them. So what a caller draws there, such as a DataLoader with shuffle=True,
-        does not follow from `seed`, and is the same on all ranks if they began with the same
-        torch.manual_seed.
-    stop: is called once per step on each rank. If it returns true on any rank, report.stop is true
-        on all.
-    patience: if the loss or the gradient norm is not finite, a step changes no weight and no
-        optimizer state on any rank, and training continues. (Buffers such as BatchNorm statistics
-        do change.) The patience-th such step in a row raises Diverged and yields no Report (on CUDA
-        later, see below). With float16, an overflow that GradScaler finds is such a step too.
-    sync_each: False: only the backward pass of the last micro-batch synchronises gradients; the
-        others use model.no_sync(), which DistributedDataParallel has. True: each backward pass
-        synchronises, as FSDP2 needs it, and train_ does not check that the model is wrapped. All
-        ranks then need the same number of micro-batches per step. To get it, add dummy
-        micro-batches that loss_fn recognises. For these, loss_fn must return 0 * (the loss sum) and
-        the count 0. It must run the model on them too, because both passes communicate. See
-        pad_steps in extras/fsdp.py.
+    seed: each step seeds torch's random generators from (seed, step, rank), so dropout is the same
+        in a resumed run. `seed` does not affect the shuffling of a DataLoader.
+    stop: is called once per step. If it returns true on any rank, report.stop is true on all.
+    patience: a step whose loss or gradient norm is not finite changes no weight and no optimizer
+        state on any rank. After `patience` such steps in a row, train_ raises Diverged.
+    sync_each: False: only the last backward pass of a step synchronises gradients. The model needs
+        a method no_sync, as DDP has it. True: each backward pass synchronises. All ranks then need
+        the same number of micro-batches: see pad_steps in extras/fsdp.py. train_ then does not
+        check that the model is wrapped.
 
-    ValueError: there are several ranks, sync_each is False, and the model has no method no_sync.
-    ValueError: the declared count of a step is not what loss_fn counted. The gradients of this step
-        were scaled wrongly, and this update has been made (on CUDA also that of the next step):
-        discard the model. A rank that declared 0 does not raise.
-    ValueError: the list of micro-batches of a step is empty. It is raised on that rank only.
-    RuntimeError, from torch: the last micro-batch of a step did not use all parameters, and
-        find_unused_parameters=True was not given to DistributedDataParallel, so that gradients are
-        not the mean over the ranks. It is raised before the update, on the ranks where this
-        happened.
-    If only some ranks raise, the others wait for them in a collective until it times out. So a rank
-    that raised should end.
+    ValueError: the declared count is not what loss_fn counted. Discard the model, because its
+    update was wrong. If only some ranks raise an error, the others wait for them. So a rank that
+    raised should end.
 
-    On CUDA the host does not wait for the step that it has just queued. It reads the flags of the
-    step before: its count, the requests to stop, and the number of bad steps in a row. So
-    report.stop is true one step later than on a CPU, and Diverged and the ValueError for the count
-    are raised one step later, after the Report of the step that was wrong. Errors of the last step
-    are raised when `steps` ends: a caller that leaves the loop with break never gets them. A
-    request to stop in the last step is not reported.
-    With an optimizer that is not fused, or whose state is empty (SGD without momentum), the host
-    does wait for the device in each step, to decide whether to skip the update. The flags are still
-    read one step later.
+    On CUDA, report.stop, Diverged and this ValueError come one step late. Errors of the last step
+    are raised when `steps` ends, so a caller that uses break does not get them. An optimizer
+    without fused=True makes the host wait in each step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -165,21 +125,17 @@ def train_(
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
-    # Functions that read the flags of a step, oldest first. Each step appends its own and calls the
-    # oldest. On CUDA the list starts with a function that returns False, so the oldest is that of
-    # the step before. Elsewhere it is the step's own.
+    # Functions that read the flags of a step. On CUDA, each step calls that of the step before.
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
         if lr_at is not None:
             for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
-                # A number of numpy could not be saved: torch.load(weights_only=True) refuses it.
+                # float(): torch.load(weights_only=True) would refuse a number of numpy.
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * float(lr_at(step))
         weight = world_size / total if total else 0.0
-        # Restore the generators afterwards: a caller may shuffle data with them between two steps.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _seed(device, seed, step, rank)
-            # (loss sum, count, number of ranks that asked to stop)
             sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), no_sync)
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
@@ -194,7 +150,7 @@ def train_(
 
 
 def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool:
-    """Return whether a rank asked to stop in this step, or raise the errors of train_."""
+    """Return whether a rank asked to stop, or raise the errors of train_."""
     counted, stopping, bad = read()
     # A rank that declares 0 does not know the count. float32 sums on MPS need the tolerance.
     if declared and abs(counted - declared) > 1e-6 * declared:
@@ -210,15 +166,15 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
 
 
 def _read_delay(device: torch.device) -> int:
-    """Return how many steps late the host reads the flags of a step: 1 on CUDA, otherwise 0."""
+    """Return how many steps late the host reads flags."""
     return int(device.type == "cuda")
 
 
 def _seed(device: torch.device, *numbers: int) -> None:
-    """Seed torch's generators with a hash of `numbers`; for a CPU, only that of the CPU."""
+    """Seed torch's generators with a hash of `numbers`."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
     seed = int.from_bytes(digest.digest(), "little")
-    # torch.manual_seed seeds the generators of all devices, which takes 0.2 ms on a CPU.
+    # torch.manual_seed also seeds other devices, which takes time.
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
@@ -234,8 +190,7 @@ def _backward_(
 ) -> Tensor:
     """Back-propagate weight * (loss sum) of each micro-batch.
 
-    Returns a tensor (3,), summed over all ranks: loss sum and count, both without micro-batches of
-    weight 0, and number of ranks that asked to stop.
+    Returns (loss sum, count, number of ranks that asked to stop), summed over all ranks.
     """
     device = next(model.parameters()).device
     if not batches:
@@ -243,7 +198,7 @@ def _backward_(
             "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
         )
     sums = torch.zeros(3, dtype=accumulator_dtype(device), device=device)
-    # `sums[2] = stop` would copy a number from the host, which waits for a CUDA device.
+    # `sums[2] = stop` would wait for a CUDA device.
     sums[2].fill_(stop)
     for i, batch in enumerate(batches, 1):
         last = i == len(batches)
@@ -253,13 +208,11 @@ def _backward_(
             if weight:
                 sums[0] += loss_sum.detach()
                 sums[1] += count
-            if last:  # start now, so that the sums are sent while the backward pass computes
+            if last:  # now, to send the sums during the backward pass
                 wait = _sum_over_ranks_(sums)
             scaler.scale(loss_sum * weight).backward()
     wait()
-    # This method of DistributedDataParallel raises RuntimeError if some gradients were not
-    # synchronised. torch calls it only in the next forward pass, after the update. A model without
-    # this method is not checked: bool() does nothing.
+    # DDP raises RuntimeError here, before the update, if gradients were not synchronised.
     getattr(model, "_check_reducer_finalized", bool)()
     return sums
 
@@ -267,11 +220,9 @@ def _backward_(
 def _update_(
     optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler, clip: float, loss: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Unscale and clip the gradients; if they and the loss are finite, let each optimizer do its
-    step; delete the gradients.
+    """Unscale and clip gradients, do the step if all is finite, and delete gradients.
 
-    Returns two scalars: the gradients' L2 norm before clipping, and whether norm and loss are
-    finite (bool).
+    Returns the norm before clipping, and whether norm and loss are finite.
     """
     parameters = [
         p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None
@@ -279,23 +230,21 @@ def _update_(
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = get_total_norm([p.grad for p in parameters])
-    if hasattr(norm, "full_tensor"):  # FSDP's gradients are DTensors: add up the parts of all ranks
+    if hasattr(norm, "full_tensor"):  # FSDP's gradients are DTensors
         norm = norm.full_tensor()
     finite = norm.isfinite() & loss.isfinite()
     if clip < math.inf:
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
-        # An optimizer that is fused reads its attribute found_inf on the device and skips the
-        # update itself, so the host need not wait. While optimizer.state is empty, as in the first
-        # step, the host waits and decides: if torch's fused SGD skipped its first step, it would
-        # keep a momentum buffer that was never written.
+        # A fused optimizer skips the update on the device, so the host need not wait. But torch's
+        # fused SGD must not skip its first step: its momentum buffer would not be initialised.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             setattr(optimizer, "found_inf", (~finite).float())
             optimizer.step()
             # Otherwise optimizer.step() would skip for other callers too.
             delattr(optimizer, "found_inf")
-        elif finite:  # on CUDA, this waits for the device
+        elif finite:
             optimizer.step()
     scaler.update()
     for optimizer in optimizers:
@@ -311,25 +260,19 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Compute the exact mean loss over the batches of all ranks; return it on every rank.
+    """Return the exact mean loss over the batches of all ranks, on every rank.
 
-    All ranks must call it. Their numbers of batches may differ, and may be 0. (With FSDP2 they must
-    be equal: add batches for which the loss function returns 0 and 0, as pad_batches in
-    extras/fsdp.py does.) Returns NaN if the loss function counted nothing.
-    stop: is called once per round. A round is one batch on each rank that still has one, so `stop`
-        is also called in rounds without a batch on this rank. If it returns true on any rank, all
-        ranks return None. On CUDA they notice one round later.
-    For other metrics, loss_fn can add its numbers to a tensor of the caller. After evaluate, sum
-    this tensor over the ranks with dist.all_reduce.
+    All ranks must call it. Their numbers of batches may differ or be 0. With FSDP2 they must be
+    equal: see pad_batches in extras/fsdp.py.
+    stop: is called repeatedly. If it returns true on any rank, all ranks return None.
 
-    The model is in evaluation mode during the call. Afterwards each submodule is in the mode that
-    it had before, also if an exception is raised. With DistributedDataParallel, all ranks first get
-    the buffers of rank 0, such as BatchNorm statistics, unless broadcast_buffers is False.
+    It runs the model in evaluation mode and restores the earlier modes. With DDP, all ranks first
+    get the buffers of rank 0, unless broadcast_buffers is False.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        # DDP's forward pass may send buffers, such as BatchNorm statistics, from rank 0 to the
-        # other ranks. It would hang if the ranks have different numbers of batches. So send here.
-        model._assign_modules_buffers()  # updates the list modules_buffers
+        # DDP's forward pass may send buffers. It would hang if ranks have different numbers of
+        # batches. So send them here, and use the module inside DDP.
+        model._assign_modules_buffers()
         if model.broadcast_buffers and model.modules_buffers:
             model._sync_buffers()
         model = model.module
@@ -338,14 +281,13 @@ def evaluate(
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
     no_batch = object()
-    # As in train_. On CUDA the list starts with flags that mean: a rank has a batch, none stops.
+    # As in train_: a rank has a batch, none stops.
     unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks that have a batch, number of ranks that ask to stop, 0, 0]. The zeros
-            # make the size different from that of train_ (3) and group_batches (2). So if some
-            # ranks evaluate while others train, gloo raises an error instead of adding up numbers
-            # of different meaning. NCCL does not compare the sizes.
+            # [number of ranks with a batch, number that ask to stop, 0, 0]. The zeros make the size
+            # differ from that in train_. So gloo raises an error if some ranks evaluate while
+            # others train.
             flags = sums.new_zeros(4)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -370,20 +312,17 @@ def evaluate(
 def group_batches(
     batches: Iterable[Any], accum: int, count: Callable[[Any], float]
 ) -> Iterator[tuple[list[Any], float]]:
-    """Group this rank's batches, for example from a DataLoader, into the steps that train_ takes.
+    """Group this rank's batches into the steps that train_ takes.
 
-    All ranks must iterate over the result together: each step needs one all-reduce of two numbers.
-    accum: number of micro-batches per step; the last step of a rank may have fewer.
-    count: count(batch) must return the count that the loss function will return for this batch.
+    All ranks must iterate over the result together.
+    accum: number of micro-batches per step. The last step may have fewer.
+    count: returns for a batch the count that the loss function will return.
 
-    The steps end when no rank has a batch left. A rank that runs out of batches earlier repeats, in
-    each remaining step, the first micro-batch of its last own step, and declares 0 (see train_).
-    ValueError if accum is below 1, and on a rank that never had a batch if another rank has one. A
-    step in which all ranks together count 0 is left out.
+    The steps end when no rank has a batch left. A rank that runs out earlier repeats a micro-batch
+    and declares 0: see train_.
 
     Batches are read one step ahead, so the position of a loader is not the number of finished
-    steps. On CUDA the all-reduce for step s + 1 is queued before the forward and backward passes of
-    step s, so the host can read its result without waiting for these passes.
+    steps.
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:
@@ -393,14 +332,15 @@ def group_batches(
             numbers = [sum(map(count, micro_batches)), len(micro_batches)]
             sums = torch.tensor(numbers, dtype=torch.float64)
             if dist.is_initialized() and dist.get_backend() == "nccl":
-                sums = to_device(sums, torch.device("cuda"))  # NCCL takes only CUDA tensors
+                sums = to_device(sums, torch.device("cuda"))
             _sum_over_ranks_(sums)()
             yield micro_batches, to_host(sums)
 
     if accum < 1:
         raise ValueError(f"accum is {accum}; must be at least 1")
     spare: list[Any] = []
-    # own_steps never ends. pairwise reads the batches of step s + 1 before it yields step s.
+    # own_steps never ends. pairwise starts the next all-reduce before a step runs, so the host does
+    # not wait for the step.
     for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:
@@ -415,28 +355,22 @@ def group_batches(
 
 
 def _sum_over_ranks_(values: Tensor) -> Callable[[], object]:
-    """Start to replace `values` by their sum over all ranks; return a function that waits for it.
-
-    On CUDA that function makes only the current stream wait, not the host.
-    """
+    """Start to sum `values` over all ranks, in place; return a function that waits for it."""
     work = dist.all_reduce(values, async_op=True) if dist.is_initialized() else None
     return work.wait if work else lambda: None
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums over batches: float64, but float32 on MPS, which has no float64."""
+    """Return the dtype for sums over batches. MPS has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def to_host(values: Tensor) -> Reader:
-    """Start to copy a tensor (N,) to the host; return a function that waits and returns a list.
-
-    The copy starts at once only on CUDA. On other devices the copy is made by the function.
-    """
+    """Start to copy a tensor (N,) to the host; return a function that waits and returns a list."""
     if not values.is_cuda:
         return values.tolist
-    host = values.to("cpu", non_blocking=True)  # torch puts this result into pinned memory
-    # The stream is that of the tensor's device, which need not be the current device.
+    host = values.to("cpu", non_blocking=True)  # torch puts this into pinned memory
+    # The tensor's device need not be the current device.
     arrived = torch.cuda.current_stream(values.device).record_event()
 
     def read() -> list[float]:
@@ -447,19 +381,13 @@ def to_host(values: Tensor) -> Reader:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors in a batch to `device` and return a batch with the same structure.
-
-    A batch is a tensor, or a tuple, NamedTuple, list or dict of batches. Other values stay as they
-    are. Copies to CUDA go through pinned memory, so that the host does not wait for the device.
-    """
+    """Return a batch with its tensors on `device`. Tuples, lists and dicts can be nested."""
 
     def move(tensor: Tensor) -> Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":
-            # Without contiguous(), to() would first copy a tensor that is not contiguous into
-            # memory that is not pinned, and the host would wait.
+            # to() would copy a non-contiguous tensor through unpinned memory.
             tensor = tensor.contiguous().pin_memory()
-        # On MPS, a non-blocking copy can read a source that was already freed (PyTorch issue
-        # 189690).
+        # On MPS, a non-blocking copy can read memory that was freed (PyTorch issue 189690).
         return tensor.to(device, non_blocking=device.type == "cuda")
 
     return tree_map_only(Tensor, move, batch)
@@ -468,9 +396,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
     """Return a factor for the learning rate in step 0, 1, ...: linear warm-up, then linear decay.
 
-    The warm-up is 1 / warmup_steps, 2 / warmup_steps, ..., 1. The decay would reach `floor` at
-    step `total`, one after the last. For other schedules write such a function, or use
-    torch.optim.lr_scheduler.
+    The decay would reach `floor` at step `total`.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))
