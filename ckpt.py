@@ -44,7 +44,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -142,13 +141,13 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     """
     in_group = dist.is_initialized()
     if in_group:
+        # All ranks must send with the same strides, and channels_last has others.
+        state = tree_map_only(Tensor, Tensor.contiguous, state)
         # All ranks check this outline and raise the same errors. "meta" tensors have no content.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
             state = outline[0]
-        else:  # torch would send other strides, such as channels_last, in wrong order
-            state = tree_map_only(Tensor, Tensor.contiguous, state)
     if not state:
         return
     dcp = _state_dict_functions()
@@ -157,48 +156,47 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
-    named_groups = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
-    # strict=False, because a parameter that never had gradients has no moments.
+    # This is not torch's set_optimizer_state_dict, which converts moments to the dtype of their
+    # parameter, and replaces the groups by copies in which tuples are lists.
+    initial = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
+    for optimizer, theirs, ours in zip(optimizers, saved, initial):
+        for group, named_group in zip(optimizer.param_groups, ours["param_groups"]):
+            for parameter, name in zip(group["params"], named_group["params"]):
+                if moments := theirs.get("state", {}).get(name):
+                    optimizer.state[parameter] = {
+                        key: _place(value, ours["state"][name].pop(key), parameter.device)
+                        for key, value in moments.items()
+                    }
+    # The model comes last, because torch lets the optimizers take a step: see _check_and_reset_.
+    # torch changes this dict. On other ranks it must be empty: if a module has two names, torch
+    # would load the second name from it. strict=False, because torch sends only one of the names.
+    weights = {} if in_group and dist.get_rank() > 0 else dict(state["model"])
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
     )
-    for optimizer, theirs, groups in zip(optimizers, saved, named_groups):
-        if theirs:
-            _load_moments_(model, optimizer, theirs["state"], groups, options)
-    # The model comes last, because torch lets the optimizers take a step: see _check_and_reset_.
-    # torch changes this dict. On other ranks it must be empty: if a module has two names, torch
-    # would load the second name from it.
-    weights = {} if in_group and dist.get_rank() > 0 else dict(state["model"])
     dcp.set_model_state_dict(model, weights, options=options)
 
 
-def _load_moments_(
-    model: nn.Module, optimizer: Optimizer, saved: State, groups: Any, options: Any
-) -> None:
-    """Give an optimizer its saved moments: {parameter name: {moment: tensor}}."""
-    # torch replaces the groups by copies in which tuples are lists. `own` has the original ones.
-    new = {"state": copy.deepcopy(saved), "param_groups": groups}
-    own, exact = optimizer.param_groups, State()
-    # torch converts moments to the dtype of their parameter. `exact` has the saved dtypes.
-    hook = optimizer.register_load_state_dict_pre_hook(lambda _, x: exact.update(x["state"]))
-    _state_dict_functions().set_optimizer_state_dict(model, optimizer, new, options=options)
-    hook.remove()
-    optimizer.param_groups = own
-    names = chain.from_iterable(group["params"] for group in groups)
-    parameters = chain.from_iterable(group["params"] for group in own)
-    for parameter, name in zip(parameters, names):
-        # torch made moments even for parameters without saved ones.
-        if not saved.get(name):
-            optimizer.state.pop(parameter, None)
-            continue
-        moments = optimizer.state[parameter]
-        for key, value in exact.get(name, {}).items():
-            if _kind(value) != _kind(moments[key]):
-                moments[key] = value.to(parameter.device)
+def _place(value: Any, like: Any, device: torch.device) -> Any:
+    """Return a moment of rank 0 with the device and, with FSDP, the sharding of another one.
+
+    Every rank must call this. value: on other ranks than 0, a tensor on "meta". device: where the
+    process group can send it.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    new = torch.empty_like(value, device=device)
+    if not value.is_meta:
+        new.copy_(value)
+    if hasattr(like, "placements"):  # a DTensor
+        new = dist.tensor.distribute_tensor(new, like.device_mesh, like.placements)
+    elif dist.is_initialized():
+        dist.broadcast(new, 0)
+    return new.to(like.device)
 
 
-def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> Any:
-    """Delete gradients and moments. Return the optimizer's groups, with names for parameters.
+def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> State:
+    """Delete gradients and moments. Return the state that a new optimizer gets, as saved ones are.
 
     ValueError if the saved moments do not fit. Fused optimizers would compute nonsense with them.
     """
@@ -211,7 +209,7 @@ def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> A
     for name, moments in saved.get("state", {}).items():
         if moments:
             check_same(moments, ours["state"].get(name, {}), f"optimizer state of {name}: ")
-    return ours["param_groups"]
+    return dict(ours)
 
 
 def check_same(theirs: State, ours: State, where: str = "") -> None:

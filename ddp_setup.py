@@ -10,11 +10,8 @@
                 break
 
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
-the processes that `spawn` starts. A rank is one of the processes that train together.
-
-If a rank fails, the others fail too, because they lose their connection to it. Only one error is
-printed: the first rank that fails notes in the store (torch's TCPStore, which all ranks share) that
-it reports the error, and the other ranks end without a message.
+the processes that `spawn` starts. A rank is one of the processes that train together. If a rank
+fails, all ranks end, and only one error is printed.
 """
 
 import ctypes
@@ -39,8 +36,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# The id of the parent, for _die_with_parent. It is read before the import of torch, because this
-# takes a second, in which the parent can end. A forked child must not use the entry of its parent.
+# The parent can end during the slow import of torch, so its id is read first. A forked child has
+# another parent.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
@@ -49,17 +46,16 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
-# Path prefixes of the standard library, of site-packages, and of this file. All other files are
-# those of the user's program.
+# All other files belong to the user's program.
 LIBRARY_PATHS = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
 
 class World(NamedTuple):
-    """What a rank knows of itself and of the group. It stays the same during a run."""
+    """What a rank knows of itself and of the group."""
 
-    rank: int  # number of this rank, from 0 to size - 1
+    rank: int  # number of this rank, from 0
     local_rank: int  # number of this rank on its machine, from 0
     size: int  # number of ranks on all machines
     local_size: int  # number of ranks on this machine
@@ -73,9 +69,8 @@ class World(NamedTuple):
 def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
     """Read the variables that torchrun sets for each process.
 
-    If neither RANK nor WORLD_SIZE is set, return the world of a single process. ValueError if only
-    some of the variables are set, or if they contradict one another. ValueError also if srun
-    started several tasks without these variables, because each task would train alone.
+    Without RANK and WORLD_SIZE, return the world of a single process. ValueError if the variables
+    are incomplete or contradict one another, or if srun started several tasks without them.
     """
     if "RANK" not in env and "WORLD_SIZE" not in env:
         if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -86,7 +81,7 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
         return World(0, 0, 1, 1)
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR"
     found = {name: env.get(name, "") for name in names.split()}
-    *numbers, address = found.values()  # all but the address must be numbers
+    *numbers, address = found.values()
     if address and all(map(str.isdecimal, numbers)):
         rank, local_rank, size, local_size, _ = map(int, numbers)
         if rank < size and local_rank < local_size <= size:
@@ -101,41 +96,30 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
 def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Join the process group of all ranks for the duration of the `with` block.
 
-    All ranks must call this function. If there is only one rank, also under torchrun, no process
-    group is made: this rank can use the functions of this file, but not torch.distributed.
+    All ranks must call this function. If there is only one rank, no process group is made: this
+    rank can use the functions of this file, but not torch.distributed.
 
-    device: "auto" (CUDA if available, else MPS, else CPU), "cpu", "cuda" or "mps". MPS is only for
-        a single process. Rank i of a machine gets GPU i. The backend is NCCL for CUDA, else gloo.
-    timeout: seconds that all ranks may take to connect, and that a rank may later wait for other
-        ranks. A rank that waits longer ends with exit code 1, without an exception, at most 10 %
-        after the timeout. One of these ranks prints in which line of the program each rank is.
-        The time in which a rank runs torch.compile does not count, but no collective waits longer
-        than twice the timeout. For other work that may take longer than the timeout while other
-        ranks wait, use wait_together. Waiting in torch.distributed.new_group, recv or
-        monitored_barrier is not noticed.
+    device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
+        of a machine gets GPU i. On a CPU, this sets torch's number of threads. The backend is NCCL
+        for CUDA, else gloo.
+    timeout: seconds that a rank may wait for other ranks, when it connects and later. A rank that
+        waits longer later ends with exit code 1, without an exception. Use wait_together for work
+        that may take longer. While a rank runs torch.compile, the others wait up to twice the
+        timeout. Waiting in torch.distributed.new_group, recv or monitored_barrier is not noticed.
 
     ValueError if the launch variables are wrong or the device is not available. ConnectionError if
     not all ranks connect.
 
-    If an exception leaves the block on some rank, all ranks end. What the caller sees then depends
-    on the rank:
-    - The rank that failed first raises its own exception, unchanged.
-    - If a rank was lost without an exception, for example because it was killed, one of the other
-      ranks raises ConnectionError, which names it. Ranks that are not lost but still wait can be
-      named too. Under spawn, the parent process reports the lost rank instead. With NCCL, the
-      remaining ranks end as described under `timeout`, or torch's watchdog ends them with SIGABRT.
-    - If all ranks failed in torch.distributed, one of them raises torch's own exception.
-    - All other ranks raise SystemExit, for which Python prints nothing. The exit code is the
-      attribute `exit_code` of the rank's own exception (click's exceptions have one), otherwise 1.
-    After an exception, the group is not destroyed, because that could wait for a dead rank.
+    If an exception leaves the block on some rank, all ranks end:
+    - The rank that failed first raises its own exception.
+    - If a rank was lost or killed, another rank raises ConnectionError, which names the ranks that
+      did not answer. Under spawn, the parent process reports the lost rank instead. With NCCL, the
+      other ranks end at the timeout, or torch ends them with SIGABRT.
+    - All other ranks raise SystemExit, for which Python prints nothing. Its code is the attribute
+      `exit_code` of the rank's own exception, or 1.
 
-    sys.exit(0) in the block destroys the group. KeyboardInterrupt and other codes of sys.exit do
-    not. After any of these, this rank is lost for ranks that still use the group.
-
-    These side effects stay after the block: the current CUDA device; on a CPU torch's number of
-    threads, because the ranks of a machine share its CPUs; the environment variables
-    GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE. Under torchrun on Linux, the kernel kills this
-    process when torchrun ends.
+    A rank that leaves the block with sys.exit or KeyboardInterrupt is lost for ranks that still use
+    the group.
     """
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
@@ -153,12 +137,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     exit_request, main = None, threading.get_ident()
     joined, block_ended = threading.Event(), threading.Event()
     try:
-        # Each group of a program needs its own keys in the store. Each rank counts its groups, so
-        # all ranks get the same number.
+        # Each group needs its own keys. All ranks count their groups, so they get the same number.
         store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
         chosen = _select_device(device, env)
         cuda = chosen.type == "cuda"
-        # The watcher has its own connection, because the main thread may block the first one.
+        # The main thread may block the first connection.
         connection = store.clone()  # type: ignore[attr-defined]
         watcher = _in_thread(
             lambda: _watch_ranks(env, connection, timeout, cuda, main, joined, block_ended)
@@ -181,27 +164,25 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             exit_request = error
         finally:
             block_ended.set()
-        # The watcher must no longer read the group when the group is destroyed. After 6 seconds, it
-        # waits only for a store that does not answer.
+        # The watcher must not read a destroyed group.
         futures.wait([watcher], 6)
-        if dist.is_initialized():  # The program can have destroyed it.
-            dist.destroy_process_group()
+        if dist.is_initialized():            dist.destroy_process_group()
     except Exception as error:
+        # The group is not destroyed, because that could wait for a dead rank.
         _choose_reporter(error, env, store)
         raise
     finally:
-        # A thread of gloo needs the GIL to release the objects of the last collective. If Python
-        # shuts down meanwhile, the process aborts: "terminate called without an active exception"
-        # (torch 2.13; github.com/pytorch/pytorch/pull/179291). So release the GIL for a moment.
+        # Release the GIL, which a thread of gloo needs after the last collective. If Python shuts
+        # down first, the process aborts (torch 2.13; github.com/pytorch/pytorch/pull/179291).
         time.sleep(0.1)
     if exit_request:
         raise exit_request
 
 
 def _select_device(name: str, env: World) -> torch.device:
-    """Return the device of this rank. Make a GPU the current device; set the threads for a CPU."""
+    """Return the device of this rank. Make a GPU the current device, or set torch's threads."""
     mps = torch.backends.mps.is_available() and env.size == 1
-    kinds = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]  # The best is first.
+    kinds = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]
     if name == "auto":
         name = kinds[0]
     if name not in kinds:
@@ -219,14 +200,11 @@ def _select_device(name: str, env: World) -> torch.device:
 def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     """Return how many CPUs this process may use, at least 1.
 
-    This is the number of CPUs in its CPU affinity (taskset and SLURM set it), or the CPU quota of
-    the container if that is lower, rounded down. cgroup: folder with the files of cgroup version 2
-    or 1.
+    This is the number in its CPU affinity, or the CPU quota of the container if that is lower.
     """
-    # macOS and Windows have no CPU affinity.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        # Without a quota, there is no file, or version 2 writes "max", or version 1 writes -1.
+        # Without a quota, there is no file, or it contains "max" or -1.
         with suppress(OSError, ValueError):
             text = " ".join(Path(cgroup, name).read_text() for name in names)
             quota, period = map(int, text.split())
@@ -237,18 +215,16 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 
 @functools.cache
 def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
-    """Connect to the store of all ranks. All ranks must call this function.
+    """Connect to the store, a TCPStore of torch that all ranks share.
 
-    address: MASTER_ADDR:MASTER_PORT. torchrun or spawn serves the store there, or else rank 0.
-    functools.cache keeps the connection until the process ends. Otherwise rank 0 could close the
-    store at the end of a process group, while another rank has already connected for the next one.
-    ConnectionError if not all ranks connect within `timeout` seconds.
+    The cache keeps the connection. Otherwise rank 0 could close the store after a process group,
+    while another rank has already connected for the next one.
     """
     try:
         # rendezvous reads the address from the environment.
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        # torchrun keeps its store, with all keys, when it restarts the ranks. So each start needs
-        # its own prefix. Without restarts it is "0", which _wait_for_ranks uses too.
+        # torchrun keeps all keys of its store when it restarts the ranks. So each start needs its
+        # own prefix.
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         return dist.PrefixStore(_agree_on_run_id(store, env, timeout) if restarts else "0", store)
     except dist.DistError as error:
@@ -260,12 +236,9 @@ def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
 def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
-    All ranks must call this function. Rank 0 chooses the id. Each other rank writes a random word
-    under "request RANK" and waits for the reply to this word. Rank 0 can find an old word, from
-    before a restart. So it replies again until each rank confirms the id.
-
-    torchrun's TORCHELASTIC_RESTART_COUNT is not such an id, because each machine has its own count
-    (PyTorch issues 108158 and 135712).
+    Rank 0 chooses the id. Each other rank writes a random word and waits for the reply to it. Rank
+    0 can find an old word, from before a restart, so it replies until each rank confirms the id.
+    TORCHELASTIC_RESTART_COUNT can differ between machines (PyTorch issues 108158 and 135712).
     """
     end = time.monotonic() + timeout
     if env.rank:
@@ -289,18 +262,14 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 
 
 def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
-    """Do nothing if this rank must raise `error` itself; otherwise raise another exception.
-
-    store: has only the keys of this process group.
-    """
-    # torch.distributed raises DistError. gloo raises a bare RuntimeError with one of these texts,
-    # of which the first is from the path of its source files.
+    """Do nothing if this rank must raise `error` itself; otherwise raise another exception."""
+    # torch.distributed raises DistError, but gloo raises a bare RuntimeError with one of these texts.
     texts = "/gloo/|Application timeout caused pair closure"
     from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
     consequence = from_gloo or isinstance(error, dist.DistError)
 
     def claim_report() -> list[str]:
-        """Raise SystemExit if another rank reports, else return the ranks that have not failed."""
+        """Return the ranks that have not failed. Raise SystemExit if another rank reports."""
         store.set(f"failed {env.rank}", "")
         if consequence:  # Let the rank that failed first report.
             time.sleep(1)
@@ -312,7 +281,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
         # If the network is down, a request to the store never returns.
         not_failed = _in_thread(claim_report).result(6)
     except (dist.DistError, futures.TimeoutError):
-        not_failed = ["0"]  # The store does not answer, so the machine of rank 0 is lost.
+        not_failed = ["0"]  # The machine of rank 0 is lost.
     if consequence and not_failed:  # If all ranks have failed, none was lost.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
         raise ConnectionError(f"no answer from rank {' or '.join(not_failed)} ({how})") from error
@@ -329,26 +298,20 @@ def _watch_ranks(
 ) -> None:
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
-    process_group starts this function in a thread of each rank. cuda: whether the backend is NCCL.
-    main: identifier of the thread that trains. No thread can raise an exception in one that waits
-    in a collective, so this function ends the process.
+    This runs in a thread of each rank. It cannot raise an exception in the thread `main`, because
+    that waits in a collective.
 
-    20 times per timeout, each rank adds 1 to a counter of all ranks in the store, and writes its
-    state into the store: the value of the counter, which shows how old the state is, and the line
-    where its program is. A rank that runs torch.compile adds 1 to a second counter. In an interval,
-    a rank is stuck if all of these are true:
-    - It waits: the group is still being made, or torch's flight recorder says that a collective has
-      not ended. A rank waits too if another one has reported an error.
-    - No collective has started or ended since the last interval.
-    - No rank compiles.
-    A rank that is stuck 20 times in a row ends. The first one reads all states and prints where
-    each rank is.
+    An interval is 1/20 of the timeout. In each interval, each rank adds 1 to a counter in the
+    store, and writes the result and the line where its program is to the store. A rank is stuck if
+    it waits, no collective has started or ended since the last interval, and no rank runs
+    torch.compile. A rank that is stuck 20 times in a row ends. The first one prints where each rank
+    is.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.size)]
     before = None  # `numbers`, one interval ago
-    counts = list[int]()  # the values of the counter in the latest intervals, if all were stuck
+    counts = list[int]()  # values of the counter while this rank was stuck
     while not block_ended.wait(timeout / 20):
         # traceback.extract_stack would read source files. Their storage can hang.
         stacks = {
@@ -358,16 +321,14 @@ def _watch_ranks(
         program = (
             f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARY_PATHS)
         )
-        # Search for functions of the compiler: ('FILE', LINE, 'FUNCTION'). "<module>" does not
-        # count, because it only means that the file is being imported.
+        # Search for ('FILE', LINE, 'FUNCTION'). The function "<module>" is only an import.
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
         groups = json.loads(dump(False, True))["pg_status"].values()
         numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
         waiting = any(a != b for a, b in numbers)
         if waiting and not cuda:
-            # The threads of gloo can write "last completed" in the wrong order, so that it is too
-            # low. The list of collectives is right.
+            # With gloo, "last completed" can be too low, because threads write it in any order.
             entries = json.loads(dump(True, False)).get("entries", [])
             waiting = not all(entry["retired"] for entry in entries)
         waiting = waiting or not joined.is_set()
@@ -385,7 +346,7 @@ def _watch_ranks(
         with suppress(dist.DistError):
             if store.add("reported", 1) > 1:
                 os._exit(1)
-            # compare_set returns the value of the key. If there is none, it sets the last argument.
+            # compare_set returns the value of the key, or the last argument if there is none.
             states = [json.loads(store.compare_set(key, "", '[0, ""]')) for key in keys]
             ranks = [  # A state that is older than three intervals is no answer.
                 f"rank {rank} at {line}" if written > counts[-4] else f"no answer from rank {rank}"
@@ -396,7 +357,7 @@ def _watch_ranks(
 
 
 def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
-    """Start call() in a new thread that does not delay the end of the process. Return a future."""
+    """Start call() in a new thread that does not delay the end of the process."""
     future = futures.Future[T]()
 
     def work() -> None:
@@ -415,26 +376,22 @@ def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
 def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
-    All ranks must call this function, with the same architecture; all get the weights of rank 0. A
-    single process gets `model` itself, not wrapped. A wrapped model has the original model as its
-    attribute `module`. Gradients that the model has are lost. To compute BatchNorm statistics over
-    all ranks, first call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).
+    All ranks must call this function, with the same architecture. All get the weights of rank 0. A
+    wrapped model has the original one as its attribute `module`. Its gradients are lost.
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True for a
-        model that does not use all parameters in each step. A single process ignores them.
+        model that does not use all parameters in each step.
     """
     model = model.to(world.device)
     if world.size == 1:
         return model
-    # Gradients are views of what DDP sends: no copies.
     settings = {"gradient_as_bucket_view": True, **ddp}
     replica = nn.parallel.DistributedDataParallel(model, **settings)
     if not (replica.find_unused_parameters or replica.static_graph):
-        # After its first backward pass, DDP divides the gradients into new buckets, and with three
-        # or more ranks it then adds them in another order. So the first step of a resumed run would
-        # round differently. Make that pass here, with gradients of zero. (With
-        # find_unused_parameters, DDP keeps its first buckets.)
-        # prepare_for_backward replaces the forward pass; []: expect all gradients.
+        # After its first backward pass, DDP adds gradients in another order. So a resumed run would
+        # round differently. Make that pass now, with gradients of zero. (With
+        # find_unused_parameters, DDP keeps the first order.)
+        # This replaces the forward pass. []: expect all gradients.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
             zeros = [0.0 * p.sum().real for p in model.parameters() if p.requires_grad]
@@ -458,21 +415,18 @@ def any_rank(flag: bool, world: World) -> bool:
 def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
-    All ranks must call this function, each with its own `call`. If some calls raise ValueError or
-    OSError, all ranks raise the error of the lowest of these ranks. Another exception is raised
-    only on its own rank.
+    All ranks must call this function. If some calls raise ValueError or OSError, all ranks raise
+    the error of the lowest of these ranks. Another exception is raised only on its own rank.
 
-    Use this function for work that may take longer than the timeout of process_group, such as
-    reading from slow storage: here the timeout does not apply. If a call hangs, all ranks wait for
-    it.
+    Here the timeout of process_group does not apply. If a call hangs, all ranks wait for it.
 
-    With several ranks, the call runs in a second thread. It must not use torch.distributed. What
-    torch sets for a thread must be set in the call: torch.no_grad(), autocast, and the current GPU.
+    With several ranks, the call runs in a second thread. It must not use torch.distributed. It must
+    itself set what torch keeps per thread: torch.no_grad(), autocast, and the current GPU.
     """
     if world.size == 1:
         return call()
     future = _in_thread(call)
-    # Each rank asks every 0.1 seconds whether another one is not ready.
+    # These collectives show _watch_ranks that the rank is not stuck.
     while any_rank(not future.done(), world):
         futures.wait([future], timeout=0.1)
     own = future.exception()
@@ -502,18 +456,12 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
 def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     """Catch SIGTERM, SIGINT (Ctrl-C) and SIGUSR1; yield a function that tells if one arrived.
 
-    The signals no longer interrupt the program. Call the yielded function once per step, together
-    with any_rank, because the signal may reach only some ranks. Once true, it stays true. A second
-    SIGINT ends the process with exit code 130, without cleanup. A signal to all processes can also
-    end the workers of a DataLoader: see extras/tutorial/stream.py.
+    In the block, these signals do not interrupt the program. Call the yielded function once per
+    step, together with any_rank, because a signal may reach only some ranks. A second SIGINT ends
+    the process with exit code 130, without cleanup. A signal to all processes can also end the
+    workers of a DataLoader: see extras/tutorial/stream.py.
 
-    notice: a line for the user, because the end of a step can take a while. Rank 0 prints it on
-        stderr when it receives the first SIGINT, if stderr is a terminal.
-
-    Only the main thread can use this function. The signals are unblocked (signal.pthread_sigmask),
-    so one that waits is delivered at the beginning of the block. At its end, the previous handlers
-    are restored, but the signals stay unblocked. Of two nested blocks, only the inner one notices a
-    signal.
+    notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
     """
     received, owner = list[int](), os.getpid()
 
@@ -531,7 +479,7 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
                 os.write(2, f"\n{notice}\n".encode())
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+    if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield lambda: bool(received)
@@ -547,24 +495,20 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
-    Each process is a rank and must use process_group. `fn` must be a function at the top level of a
-    module, and `args` must be picklable. The script needs `if __name__ == "__main__":`, because
-    each rank imports it again. Only the main thread can call spawn. In the ranks, the stop signals
-    are blocked until they use stop_signals. ValueError on Windows, and for functions and classes of
-    a notebook.
+    Each process is a rank and must use process_group. It notices stop signals only if it uses
+    stop_signals. `fn` must be at the top level of a module, and `args` must be picklable. The
+    script needs `if __name__ == "__main__":`, because each rank imports it.
 
-    A rank prints the traceback of its exception and ends with 1. When a rank has ended with another
-    code than 0, the others get 4 seconds to end and are then killed. When this process gets a stop
-    signal, it sends SIGTERM to all ranks and continues to wait; a second SIGINT ends it with exit
-    code 130. If this process dies, its ranks are killed (on Linux).
+    If a rank ends with another code than 0, the others get 4 seconds to end and are then killed.
+    After a stop signal, this process sends SIGTERM to all ranks and continues to wait. If this
+    process dies, Linux kills its ranks.
 
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
         they are killed.
 
     If all ranks end with the same code, it is returned. Otherwise, if a rank has reported an error
-    through process_group, the code of the rank that failed first is returned (1 for a signal), and
-    130 if SIGINT ended that rank. Otherwise ChildProcessError is raised. Its message, one line for
-    the user, names the rank that was killed, did not end within `timeout`, or failed.
+    through process_group, the code of the rank that failed first is returned. Otherwise
+    ChildProcessError is raised, which names the rank that failed or did not end.
     """
     in_notebook = not hasattr(sys.modules["__main__"], "__file__")
     if in_notebook and b"__main__" in pickle.dumps((fn, args)):
@@ -574,14 +518,12 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
         )
     if sys.platform == "win32":
         raise ValueError("several processes on Windows are not supported: use WSL2")
-    # The system chooses a free port. Only this machine can connect to 127.0.0.1.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
     with stop_signals() as stop_requested:
-        # The ranks inherit the blocked signals. So a stop signal waits until the rank, which
-        # imports torch first, calls stop_signals. The resource tracker of multiprocessing unblocks
-        # signals when it starts, so start it before.
+        # The ranks inherit the blocked signals: a stop signal waits until stop_signals. The
+        # resource tracker unblocks signals when it starts, so it must start before.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -596,8 +538,7 @@ def _wait_for_ranks(
 ) -> int:
     """Wait until all ranks have ended, as the docstring of `spawn` says.
 
-    torch's ProcessContext.join does not notice a rank that hangs after another has ended with 0,
-    and returns too late to report a rank that was killed.
+    torch's ProcessContext.join does not notice a rank that hangs after another has ended with 0.
     """
     to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
     while True:
@@ -628,7 +569,6 @@ def _wait_for_ranks(
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
-    # If all ranks end with the same code, the program chose it.
     if problem and code != 130 and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
     return 1 if code < 0 else code
@@ -659,10 +599,7 @@ def _run_rank(
 
 
 def _die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent process ends (Linux only).
-
-    parent: id of the parent process. If it has ended already, this process exits at once.
-    """
+    """Make the kernel kill this process when its parent ends (Linux only). Exit if it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG.
     if os.getppid() != parent:

@@ -5,53 +5,54 @@
     for token in islice(sample(model.eval(), prompt), 100):
         print(int(token))
 
-There are two architectures. `arch="gpt2"` is exactly GPT-2 (Radford et al., 2019). `arch="modern"`
-has rotary positions (Su et al., 2021), RMS norm without weights (Zhang and Sennrich, 2019),
-normalised queries and keys (Henry et al., 2020), squared ReLU (So et al., 2021), no biases, and an
-output layer that does not share its weights with the embedding.
+`arch="gpt2"` is exactly GPT-2 (Radford et al., 2019). `arch="modern"` has rotary positions (Su et
+al., 2021), RMS norm without weights (Zhang and Sennrich, 2019), normalised queries and keys (Henry
+et al., 2020), squared ReLU (So et al., 2021), no biases, and an untied output layer.
 
-Letters in shapes: B sequences in a batch, T tokens in a sequence, C = embd, H heads, D = C / H, and
-V tokens in the vocabulary. S is the number of keys. S = T, except in sampling, where the keys of
-earlier tokens are cached.
+Letters in shapes: B sequences, T tokens in each, C = embd, H heads, D = C / H, V tokens in the
+vocabulary, and S keys. S = T, except in sampling, with cached keys.
 """
 
 import math
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+# cross_entropy(x, weight, targets), see the function of this name
+CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class Config(NamedTuple):
-    """The settings that define a model. The caller must save them with the weights."""
+    """The settings that define a model. Save them with the weights."""
 
-    vocab: int  # number of different tokens
-    block_size: int  # maximum context length in tokens; see GPT.forward for longer sequences
+    vocab: int
+    block_size: int  # maximum context length in tokens
     layers: int
     heads: int
-    embd: int  # width of the residual stream. gpt2: a multiple of heads; modern: of 2 * heads
-    dropout: float = 0.0  # probability, at least 0 and below 1
-    arch: str = "modern"  # a key of ARCHS
+    embd: int  # width of the residual stream
+    dropout: float = 0.0  # probability
+    arch: str = "modern"  # see ARCHS
 
 
 class Arch(NamedTuple):
     """The settings in which architectures differ."""
 
     norm: Callable[[int], Callable[[Tensor], Tensor]]  # width -> function or module
-    activation: Callable[[Tensor], Tensor]  # of the feed-forward layer
+    activation: Callable[[Tensor], Tensor]
     rotary: bool  # True: rotary positions, normalised queries and keys. False: learned positions
     bias: bool  # linear layers in the blocks have a bias
-    tied_head: bool  # the output layer uses the weights of the embedding
-    zero_branches: bool  # the last layer of each branch (out, down) starts with weights of zero
+    tied_head: bool  # the output layer shares the embedding's weights
+    zero_branches: bool  # `out` and `down` start with zero weights
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Divide x by its root mean square over the last dimension. The result has the dtype of x."""
+    """Divide x by its root mean square over the last dimension, and keep its dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return x * (norm.square() / x.shape[-1] + 1e-6).rsqrt().to(x.dtype)
@@ -60,9 +61,8 @@ def rms_norm(x: Tensor) -> Tensor:
 def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
     """Compute the cosines and sines of the rotary angles for `count` positions from `start` on.
 
-    half: D / 2, the number of rotated pairs. Pair i turns by 10000 ** (-i / half) radians per
-        position.
-    Returns (2, count, half), first the cosines, then the sines, with dtype and device of `like`.
+    half: D / 2. Pair i turns by 10000 ** (-i / half) radians per position.
+    Returns (2, count, half), first the cosines, with dtype and device of `like`.
     """
     rates = 10000.0 ** (-torch.arange(half, device=like.device) / half)
     angles = torch.outer(torch.arange(start, start + count, device=like.device), rates)
@@ -79,13 +79,12 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 def relu_squared(x: Tensor) -> Tensor:
     """Compute max(x, 0) ** 2 in the dtype of x."""
     y = F.relu(x)
-    # On CUDA, autocast computes square() in float32. On a CPU, y * y is slower in bfloat16.
+    # On CUDA, autocast computes square() in float32. On a CPU, square() is faster.
     return y * y if y.is_cuda else y.square()
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute logits = x @ weight.T and return the sum of the cross-entropies of its N rows, in
-    nats.
+    """Return the sum of the cross-entropies of the N rows of x @ weight.T, in nats.
 
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
     """
@@ -113,17 +112,15 @@ ARCHS = {
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute causal attention for the last T of S positions (T <= S).
+    """Compute causal attention for the last T of S positions.
 
-    q: (B, H, T, D). k and v: (B, H, S, D). Returns (B, H, T, D).
-    dropout: probability for the attention weights. It is always applied: pass 0.0 in evaluation.
+    q and the result: (B, H, T, D). k and v: (B, H, S, D).
+    dropout: Pass 0.0 in evaluation.
     """
     (B, H, T, D), S = q.shape, k.shape[2]
-    # The backward pass of torch's fused kernel can take ten times as long as that of the matrix
-    # products below (torch 2.13).
+    # The backward pass of torch's kernel can be ten times slower than that below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
-    # is_causal means that the queries are the first T positions, so it is right only for T = S.
-    # T = 1 needs no mask.
+    # is_causal is right only for T = S. T = 1 needs no mask.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * H, T or S, D)
@@ -148,7 +145,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos_sin: Tensor, cache: Tensor | None = None) -> Tensor:
         """Map x (B, T, C) to (B, T, C).
 
-        cos_sin: see rope; not used with learned positions. cache: (2, B, H, S, D), see GPT.forward.
+        cos_sin: see rope. cache: (2, B, H, S, D), see GPT.forward.
         """
         B, T, C = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
@@ -172,14 +169,13 @@ class GPT(nn.Module):
         self,
         config: Config,
         checkpoint_activations: bool = False,
-        cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy,
+        cross_entropy: CrossEntropy = cross_entropy,
     ) -> None:
         super().__init__()
         arch, width = ARCHS[config.arch], config.embd
         self.config, self.cross_entropy = config, cross_entropy
         self.checkpoint_activations = checkpoint_activations
-        # nn.Embedding(V, C) would call normal_, whose first call on the device "meta" takes one
-        # second, because it imports modules.
+        # nn.Embedding(V, C) would call normal_, whose first call on "meta" takes one second.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
@@ -196,16 +192,14 @@ class GPT(nn.Module):
         caches: Tensor | None = None,
         start: int = 0,
     ) -> Tensor:
-        """Compute the logits (B, T, V), or with targets the sum of the token losses in nats, a
-        float32 scalar.
+        """Return the logits (B, T, V). With targets, return the loss sum in nats, a float32 scalar.
 
         tokens, targets: (B, T) int64.
-        caches: for sampling in evaluation mode, (layers, 2, B, H, S, D). The first S - T positions
-            must hold the keys and values of earlier tokens. This call writes those of `tokens` into
-            the last T positions, and returns only the logits of the last token, (B, 1, V).
-        start: position of the first token; with caches it must be S - T. With learned positions
-            (gpt2), start + T must be at most block_size. Otherwise the result can be wrong, without
-            an error.
+        caches: (layers, 2, B, H, S, D), for sampling in evaluation mode. The first S - T positions
+            hold the keys and values of earlier tokens. The call writes those of `tokens` after them
+            and returns only the logits of the last token, (B, 1, V).
+        start: position of the first token. With caches, it must be S - T. With gpt2, start + T must
+            be at most block_size. Otherwise the result can be wrong without an error.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
@@ -213,7 +207,7 @@ class GPT(nn.Module):
             x = x + self.positions.weight[start : start + T]
         x = F.dropout(x, self.config.dropout, self.training)
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-            # Autocast would keep the residual stream in float32, with twice the memory traffic.
+            # Autocast would keep the residual stream in float32, which takes twice the memory.
             x = x.bfloat16()
         cos_sin = rope(start, T, self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
@@ -228,20 +222,22 @@ class GPT(nn.Module):
         return self.cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
 
 
-def build(config: Config, seed: int | None, **options: Any) -> GPT:
+def build(
+    config: Config,
+    seed: int | None,
+    checkpoint_activations: bool = False,
+    cross_entropy: CrossEntropy = cross_entropy,
+) -> GPT:
     """Build a model on the CPU. Its initial weights depend only on `config` and `seed`.
 
-    ValueError if `config` is not valid. torch's global random generators are not used.
-    seed: None leaves the parameters on the device "meta", without memory and values. Their values
-        can be computed later with initial_weight, for example one block at a time.
-    options: checkpoint_activations=True keeps only the input of each block in the forward pass and
-        computes the rest again in the backward pass. This saves memory and gives the same
-        gradients. cross_entropy replaces the function of this file, for example by that of
-        extras/cross_entropy.py, which saves memory if the vocabulary is large.
+    ValueError if `config` is not valid.
+    seed: None leaves the parameters on the device "meta". initial_weight can compute their values.
+    checkpoint_activations: save memory: the backward pass computes each block again.
+    cross_entropy: computes the loss. That of extras/cross_entropy.py saves memory.
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
-    if min(config[:5]) < 1 or not 0 <= config.dropout < 1:  # [:5]: from vocab to embd
+    if min(config[:5]) < 1 or not 0 <= config.dropout < 1:  # up to embd
         raise ValueError(f"{config}: sizes must be at least 1, and dropout from 0 to below 1")
     if config.embd % config.heads:
         raise ValueError(f"embd {config.embd} is not divisible by heads {config.heads}")
@@ -250,7 +246,7 @@ def build(config: Config, seed: int | None, **options: Any) -> GPT:
             f"embd / heads is {config.embd // config.heads}; rotary positions need an even number"
         )
     with torch.device("meta"):
-        model = GPT(config, **options)
+        model = GPT(config, checkpoint_activations, cross_entropy)
     if seed is not None:
         for name, parameter in model.named_parameters():
             weight = initial_weight(config, seed, name, parameter.shape)
@@ -260,29 +256,28 @@ def build(config: Config, seed: int | None, **options: Any) -> GPT:
 
 
 def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> Tensor:
-    """Compute the initial values of a parameter, float32, on the CPU.
+    """Compute the initial values of a parameter, float32 on the CPU, from the arguments alone.
 
-    They depend only on the arguments, so any rank can compute them, in any order.
-    shape: that of the whole parameter, even if a rank keeps only a part of it.
+    shape: of the whole parameter, not of a rank's part.
     """
-    # The weight of a norm is 1 (True) and a bias is 0. Matrices are overwritten below.
+    # Norm weights are 1 (True), and biases are 0.
     weight = torch.full(shape, name.endswith("weight"), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         std = 0.02
         if name.endswith(("out.weight", "down.weight")):
             std *= 0 if ARCHS[config.arch].zero_branches else (2 * config.layers) ** -0.5
-        # crc32 makes 32 bits. A generator of the CPU would ignore further bits of its seed.
+        # A CPU generator uses only 32 bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight.normal_(0, std, generator=generator)
     return weight
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Compute (sum of the token losses in nats, number of tokens) of a batch (x, y).
+    """Compute (sum of the token losses in nats, number of tokens) of a batch.
 
-    model: a GPT, or a wrapper of one, for example DistributedDataParallel.
-    x: (B, T) int64 tokens. y: (B, T) int64, the token that follows each of x. y must not contain
-        -100: F.cross_entropy ignores it, but the number of tokens would include it.
+    model: a GPT or a wrapper of one.
+    batch: (x, y), both (B, T) int64. y holds the token that follows each of x. It must not contain
+        -100, which F.cross_entropy ignores.
     """
     x, y = batch
     return model(x, y), y.numel()
@@ -291,29 +286,25 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def compile_(model: GPT) -> None:
     """Compile each block in place with torch.compile. The names of the parameters do not change.
 
-    Because each block is compiled by itself, DistributedDataParallel can send the gradients of one
-    block during the backward pass of the next. The blocks share one graph. Two settings of
-    torch._dynamo are changed for the whole process. Do not sample from a compiled model: sampling
-    has another shape for each length.
+    Two settings of torch._dynamo change for the whole process. Do not sample from a compiled model:
+    it would be compiled again for each length.
     """
     config = torch._dynamo.config
-    # After 8 shapes, torch would run all other shapes uncompiled. A resumed run can meet other
-    # shapes first, and would then round differently.
+    # The rounding must not depend on earlier shapes. After 8, torch would run new ones uncompiled.
     config.recompile_limit = max(64, config.recompile_limit)
-    # Under DistributedDataParallel, torch would cut the graph of a large block into pieces.
+    # Under DistributedDataParallel, torch would cut large graphs into pieces.
     config.optimize_ddp = False
     for block in model.blocks:
-        # dynamic=True, or None, would use a general graph from the second shape on. It rounds
-        # differently, so the result of a step would depend on the shapes before it.
+        # By default, torch would make a general graph at the second shape.
         block.compile(dynamic=False)
 
 
 def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
-    """Divide the parameters into three groups, for different optimizers or weight decay.
+    """Divide the parameters into three groups for the optimizers.
 
-    "matrices": the two-dimensional weights of the blocks. "embeddings": token and position
-    embeddings and the output layer. "vectors": biases and norm weights. A group can be empty. Pass
-    the GPT itself, and not its wrapper, whose parameters have other names.
+    "matrices" are the weights of linear layers in the blocks. "embeddings" are those of the
+    embeddings and the output layer. "vectors" are biases and norm weights. A group can be empty.
+    Pass the GPT itself: of a wrapper, all matrices would be "embeddings".
     """
     kinds: dict[str, list[nn.Parameter]] = {"embeddings": [], "matrices": [], "vectors": []}
     for name, parameter in model.named_parameters():
@@ -325,8 +316,7 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
 def flops_per_token(config: Config) -> int:
     """Count the floating-point operations per token of forward and backward pass.
 
-    These are 6 per weight of the blocks' matrices and of the output layer, and 12 * block_size *
-    embd for the attention of each layer (Chowdhery et al., "PaLM", 2022, appendix B).
+    The formula is from Chowdhery et al., "PaLM", 2022, appendix B.
     """
     matrices = 12 * config.layers * config.embd**2 + config.vocab * config.embd
     return 6 * matrices + 12 * config.layers * config.block_size * config.embd
@@ -336,20 +326,16 @@ def flops_per_token(config: Config) -> int:
 def sample(
     model: GPT, prompt: Tensor, *, temperature: float = 1.0, top_k: int = 0
 ) -> Iterator[Tensor]:
-    """Generate one token after another, without end, for one prompt or for a batch of prompts.
+    """Generate tokens without end, for one prompt or a batch.
 
-    prompt: (B, T) int64, or (T,) for a single one, on any device. Only the last block_size tokens
-        are used.
+    prompt: (B, T) int64, or (T,). Only the last block_size tokens are used.
     temperature, top_k: see sample_token.
-    Yields the next token of each prompt, (B,) int64, or (1,) for a single prompt, on the device of
-    the model. torch's global generator is used, which torch.manual_seed seeds. ValueError at the
-    first next() if the prompt is empty or the model is in training mode.
+    Yields the next token of each prompt, (B,) int64, on the device of the model. B is 1 for (T,).
+    torch's global generator is used. ValueError in training mode.
 
-    Keys and values are cached, so each token costs the computation of one position. When the
-    context has more than block_size tokens, its last ceil(block_size / 2) tokens are processed
-    again from position 0, and the others are forgotten.
+    When the context exceeds block_size tokens, only its last ceil(block_size / 2) are kept.
     """
-    if model.training:  # then there would be dropout, and no caches with checkpoint_activations
+    if model.training:
         raise ValueError("the model is in training mode; call model.eval() before")
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")
@@ -370,21 +356,20 @@ def sample(
         context, start = torch.cat((context, tokens[:, None]), 1), end
         yield tokens
         if end == config.block_size:
-            context, start = context[:, end // -2 :], 0  # the last ceil(block_size / 2) tokens
+            context, start = context[:, end // -2 :], 0  # rounds up
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     """Draw one token from each row of logits (B, V). Return (B,) int64.
 
-    temperature: the logits are divided by it. 0 returns the most likely token.
-    top_k: draw only from the top_k most likely tokens, and from those that are as likely as the
-        last of them. 0 means all.
+    temperature: divides the logits. 0 returns the most likely token.
+    top_k: draw only from the top_k most likely tokens. 0 means all.
     """
     if temperature == 0:
         return logits.argmax(-1)
     if top_k:
         smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
-    # The largest logit becomes 0, so that a very small temperature cannot cause an overflow.
+    # The largest logit becomes 0, so the division cannot give +inf.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     return torch.multinomial(logits.softmax(-1), 1).flatten()

@@ -2,14 +2,13 @@
 """Train a GPT on text, on one process or on many.
 
 python run.py                                   train on a default text, in less than a minute
-python run.py --data mine.txt --spawn 4         start four processes on this machine
+python run.py --data mine.txt --spawn 4         four processes on this machine
 torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
-python run.py eval --data other.txt             print the exact loss of that checkpoint on a text
+python run.py eval --data other.txt             print its exact loss on a text
 
-This file puts the modules together: `train` is the whole training, in the order in which it
-happens. The modules ddp_setup, chardata, gpt, loop and ckpt do the work and do not import each
-other. The files in extras/ are optional.
+Read `train` first. It uses the modules ddp_setup, chardata, gpt, loop and ckpt, which do not import
+each other. The files in extras/ are optional.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 T = TypeVar("T")
-Values = dict[str, Any]  # values by name, for example a checkpoint as ckpt.py loads it
+Values = dict[str, Any]  # values by name, for example a checkpoint
 
 
 def lazy_import(name: str) -> ModuleType:
-    """Return a module that is imported at its first use, so that --help does not wait for torch."""
+    """Return a module. It is imported at its first use, so --help is fast."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.find_spec(name)
@@ -59,10 +58,7 @@ def lazy_import(name: str) -> ModuleType:
 
 
 def extra(name: str) -> ModuleType:
-    """Import and return extras/NAME.py. FileNotFoundError if it, or a module it needs, is missing.
-
-    Where the extra is optional, callers suppress this error.
-    """
+    """Import extras/NAME.py. FileNotFoundError if it, or a module that it needs, is missing."""
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
@@ -82,10 +78,10 @@ else:
     ddp_setup, torch, chardata, gpt, loop, ckpt = MODULES
 
 __version__ = "0.2.0"
-DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; click uses 2 for a mistake of the user
-EVAL_BATCH = 8192  # tokens in one batch of an evaluation: the fastest size on a CPU
+DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError
+EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
-CLEAR_LINE = "\033[G\033[K"  # clears "evaluation: batch N"; click removes it outside a terminal
+CLEAR_LINE = "\033[G\033[K"  # clears "evaluation: batch N" in a terminal
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -97,10 +93,7 @@ PATH, DEVICES = click.Path(), ["auto", "cpu", "cuda", "mps"]
 
 
 def option(default: T, help: str, type: object = None, **more: object) -> T:
-    """Return a dataclass field with the arguments of its click option.
-
-    type: a click type, or a list of the possible values.
-    """
+    """Return a dataclass field for a click option. type: a click type, or a list of choices."""
     type = click.Choice(type) if isinstance(type, list) else type
     more = {"default": default, "help": help, "type": type, "is_flag": default is False, **more}
     return field(default=default, metadata=more)
@@ -108,7 +101,7 @@ def option(default: T, help: str, type: object = None, **more: object) -> T:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of a training run. For each: its default value, its help text, its type."""
+    """The flags of a training run."""
 
     data: str | None = option(None, "Text, or tokens (.bin, .npy): a file, a glob or a URL.", PATH)
     vocab: int | None = option(
@@ -180,13 +173,13 @@ class Flags:
     keep: int = option(3, "Number of newest checkpoints to keep, besides the best one.", COUNT)
 
 
-# A resumed run refuses other values of these flags than the saved ones. They define the model, the
-# state of the optimizers, the order of the data, and what the validation loss means.
+# A resumed run cannot change these flags. They define the model, the state of the optimizers, the
+# order of the data, and the validation loss.
 PINNED = set(
     "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer "
     "init_from eval_tokens".split()
 )
-# These flags are not saved. All others are taken from the checkpoint, unless they are given.
+# These flags are not saved. A resumed run restores all others, unless they are given.
 NOT_RESTORED = set(
     "spawn strategy device compile timeout out log_every accum checkpoint "
     "checkpoint_activations".split()
@@ -199,18 +192,16 @@ NOT_RESTORED = set(
 def train(flags: Flags, given: set[str]) -> int:
     """Train until the last step or a stop signal; return the exit code. Every rank runs this.
 
-    given: the names of the flags that the user set, on the command line, in the environment or in a
-    file.
+    given: the names of the flags that the user set.
     """
     with (
-        usage_errors(),  # of process_group itself
+        usage_errors(),  # of process_group
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # of the body: process_group ends all ranks with the exit code of the error
+        usage_errors(),  # of the body, because process_group needs their exit code
     ):
-        rank0 = world.rank == 0  # This rank prints. It alone writes, except sharded checkpoints.
-        # Ranks with different flags, for example from the environment, would train different runs.
-        # Only paths may differ, because each machine can have its own.
+        rank0 = world.rank == 0  # It alone prints and writes, except sharded checkpoints.
+        # Ranks with different flags would train different runs. Only paths may differ.
         shared = given - {"data", "out", "init_from", "tokenizer"}
         ours = {name: getattr(flags, name) for name in shared}
         theirs = ddp_setup.from_rank_zero(lambda: ours, world)
@@ -219,8 +210,8 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads the state from which the run starts. All ranks get `saved`, the same without
-        # the large parts. While rank 0 reads, --timeout does not apply: see wait_together.
+        # Rank 0 reads the state to start from. wait_together has no timeout. All ranks get `saved`,
+        # the state without its large parts.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -230,11 +221,11 @@ def train(flags: Flags, given: set[str]) -> int:
         if flags.min_lr > flags.lr:
             raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
         if world.device.type == "mps" and flags.checkpoint_activations and flags.dropout:
-            # The second forward pass would draw other numbers: see PyTorch issue 127676.
+            # Dropout would differ in the second forward pass: PyTorch issue 127676.
             raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
 
         corpus, plan, val_plan = load_data(flags, given, saved, world)
-        with usage_errors(f"--data {flags.data or '(default text)'}: "):  # It can be too short.
+        with usage_errors(f"--data {flags.data or '(default text)'}: "):
             steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
@@ -252,13 +243,13 @@ def train(flags: Flags, given: set[str]) -> int:
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
         machine: Values = {"ranks": world.size}
-        with suppress(FileNotFoundError):  # Without this extra: no mfu, no check of the memory.
+        with suppress(FileNotFoundError):  # for mfu and a memory check
             machine |= extra("machine").check_and_describe(
                 world.device, dtype, world.size, flags.strategy, config
             )
         peak_flops = machine.get("peak_flops", math.nan)
 
-        # For zero and fsdp, the model is built without weights, and shard_ makes them.
+        # For zero and fsdp, shard_ makes the weights.
         seed = flags.seed if flags.strategy == "ddp" else None
         model = build_model(config, seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
@@ -273,19 +264,19 @@ def train(flags: Flags, given: set[str]) -> int:
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
             with usage_errors(f"{saved['name']}: "):
-                storage.restore_(state, replica, optimizers)  # sends the state of rank 0 to all
+                storage.restore_(state, replica, optimizers)  # from rank 0 to all
             if saved.get("scaler"):  # only after a run in float16
                 scaler.load_state_dict(saved["scaler"])
-        del state  # It has the size of the model and its moments.
+        del state  # frees the memory of the checkpoint
 
         loss_fn: loop.LossFn = gpt.loss
         steps = chardata.steps(
             plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
         )
-        if flags.strategy == "fsdp":  # Each micro-batch communicates: all ranks need equally many.
+        if flags.strategy == "fsdp":  # All ranks need equally many micro-batches.
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         elif flags.strategy == "ddp":
-            with suppress(FileNotFoundError):  # Without this extra: no line about a slow rank.
+            with suppress(FileNotFoundError):  # to name a slow rank
                 steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
         lr_factor = partial(
             loop.linear, total=total, warmup_steps=flags.warmup, floor=flags.min_lr / flags.lr
@@ -305,7 +296,7 @@ def train(flags: Flags, given: set[str]) -> int:
             sync_each=flags.strategy == "fsdp",
         )
 
-        # Nothing is written before this point. train_ does its first step in the loop below.
+        # Until here, nothing is written, and no step is done.
         saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
         constants = {"data": corpus.digest, "config": saved_config, "vocabulary": vocabulary}
@@ -314,7 +305,7 @@ def train(flags: Flags, given: set[str]) -> int:
             prepare_folder, flags.out, storage, start_step, rejected, resolved | machine
         )
         with usage_errors(f"--out {flags.out}: "):
-            # The lock is held as long as this name exists.
+            # The lock is held while this name exists.
             _lock = ddp_setup.wait_together(lambda: prepare() if rank0 else None, world)
             if sharded:
                 storage.check_shared_folder(flags.out)
@@ -323,19 +314,18 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # The last save, and the time at which it should have ended. At first it does nothing.
+        # The latest save and its deadline. The first save does nothing.
         pool = ThreadPoolExecutor(1)
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
         def wait_for_saves() -> bool:
-            """Wait for the saves of all ranks. Return False if one has not ended in time."""
+            """Wait for the saves of all ranks; return whether all ended in time."""
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
-        gc.freeze()  # Never collect what exists now. main() has disabled garbage collection.
+        gc.freeze()  # Never collect what exists now. main() disabled garbage collection.
         gc.enable()
-        # Of the last record. The time of evaluations and saves is added to logged_at, so that it
-        # does not count for tokens per second.
+        # The state at the last record. The time of evaluations and saves is added to logged_at.
         logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
         try:
             for step, report in training:
@@ -360,11 +350,10 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite has not changed the weights. A second
-                # checkpoint of the same weights would only make --keep delete an older one.
+                # Without a finite loss and gradient, a step changes no weight. With --keep, a save
+                # would only delete an older checkpoint.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If an evaluation or a save follows, rank 0 has waited for the device above, in
-                # float() or isfinite(). So no time of the training is counted as a pause.
+                # Before an evaluation or a save, float() or isfinite() has waited for the device.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -376,12 +365,11 @@ def train(flags: Flags, given: set[str]) -> int:
                         say(f"step {step}  validation loss {val_loss:.4f} over {count:,} tokens")
 
                 if stopped or last or due:
-                    # The result of changed data must not become a checkpoint.
                     chardata.verify_unchanged(corpus)
                     if flags.strategy == "ddp":
-                        with suppress(FileNotFoundError):  # Without it: no comparison of ranks.
+                        with suppress(FileNotFoundError):  # to compare the ranks
                             extra("replicas").verify_replicas(replica, optimizers)
-                    # If the save before has not ended in time, leave this one out.
+                    # If the previous save has not ended in time, skip this one.
                     if may_save := wait_for_saves():
                         state = storage.snapshot(
                             replica,
@@ -399,11 +387,11 @@ def train(flags: Flags, given: set[str]) -> int:
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
-        except FloatingPointError:  # of loop.train_ or extras/replicas.py, always on all ranks
+        except FloatingPointError:  # always on all ranks
             wait_for_saves()
             raise
         except Exception:
-            wait_for_save(*writing)  # Other ranks may have no error, and do not wait.
+            wait_for_save(*writing)  # Other ranks may have no error.
             raise
         ended = may_save and wait_for_saves()
         failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
@@ -420,10 +408,9 @@ def train(flags: Flags, given: set[str]) -> int:
 
 
 def open_storage(out: str, write_sharded: bool = False) -> Any:
-    """Return ckpt.py, or for URLs and sharded checkpoints an extra with the same functions."""
+    """Return ckpt.py, or an extra with the same functions for URLs and sharded checkpoints."""
     if "://" in out:
         return extra("remote").storage(ckpt, write_sharded)
-    # Only the names of sharded checkpoints do not end with .pt.
     if write_sharded or any(not e.name.endswith(".pt") for e in ckpt.list_checkpoints(out)):
         return extra("sharded").storage(ckpt, extra("reader").read, write_sharded)
     return ckpt
@@ -432,7 +419,7 @@ def open_storage(out: str, write_sharded: bool = False) -> Any:
 def find_checkpoint(out: str, storage: ModuleType) -> Values:
     """Return the newest checkpoint that is not damaged; {} if there is no checkpoint.
 
-    Its "rejected" is {name: reason} of the newer, damaged ones. ValueError if all are damaged.
+    Its "rejected" is {name: reason} of newer, damaged ones. ValueError if all are damaged.
     """
     found, rejected = storage.newest(out)
     if not found:
@@ -441,7 +428,7 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
-    # Checkpoints of version 0.1 have other names and defaults, and the vocabulary None for text.
+    # Checkpoints of version 0.1 have other flag names and defaults.
     config["vocab"] = state["vocabulary"]["vocab"]
     if "tokens" in config:
         config["tokenizer"] = config.pop("tokens")
@@ -450,10 +437,7 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
 
 
 def find_start(flags: Flags, storage: ModuleType) -> Values:
-    """Return the newest checkpoint, or the model of --init-from, or {} for a new model.
-
-    The "config" of --init-from has only the flags that define the model.
-    """
+    """Return the newest checkpoint, or the model of --init-from, or {} for a new model."""
     state = find_checkpoint(flags.out, storage)
     if not state and flags.init_from:
         source, read = open_storage(flags.init_from), extra("reader").read
@@ -462,21 +446,21 @@ def find_start(flags: Flags, storage: ModuleType) -> Values:
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
-    """Return the flags, with those that are not given taken from the checkpoint.
+    """Return the flags. Those that are not given come from the checkpoint.
 
-    ValueError if a given flag contradicts the checkpoint.
+    ValueError if a given one contradicts it.
     """
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
         ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
-        # Two tokenizer.json may have different paths: extras/tokenizer.py compares the contents.
+        # extras/tokenizer.py compares tokenizer.json files.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
             raise ValueError(
                 f"{flag} {ours} contradicts {saved['name']}, made with {flag} {theirs}; "
                 "leave it out, or name another --out"
             )
-    # Other versions of this program can have other flags.
+    # Other versions can have other flags.
     names = (config.keys() & vars(flags).keys()) - given - NOT_RESTORED
     return replace(flags, **{name: config[name] for name in names})
 
@@ -484,7 +468,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
 def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     """Read the data that the flags name, as tokens.
 
-    chars: the characters, or the content of the tokenizer.json, in the checkpoint; "" without one.
+    chars: the characters or the tokenizer.json of the checkpoint; "" without one.
     """
     tokenizer = flags.tokenizer
     files: list[str] = []  # the default text
@@ -495,27 +479,26 @@ def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     if tokenizer not in ("char", "byte"):
         read = partial(extra("tokenizer").read_corpus, chardata)
         if chars and "tokenizer" not in given:
-            tokenizer = ""  # That of the checkpoint. Its file may be gone.
+            tokenizer = ""  # that of the checkpoint, in `chars`
     return read(files, tokenizer, chars, flags.vocab)
 
 
 def load_data(
     flags: Flags, given: set[str], saved: Values, world: ddp_setup.World
 ) -> tuple[chardata.Corpus, chardata.BatchPlan, chardata.BatchPlan]:
-    """Return the data, and the plans for training and validation.
+    """Return the data, and the plans for training and validation. All ranks call this.
 
-    All ranks call this. UsageError if the data is not the same on all ranks or not that of the
-    checkpoint.
+    UsageError if the data differs between ranks or from that of the checkpoint.
     """
     chars = saved["vocabulary"]["chars"] if saved else ""
     corpus = ddp_setup.wait_together(lambda: read_corpus(flags, given, chars), world)
-    digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)  # that of rank 0, on all ranks
+    digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
     with usage_errors(f"--data {flags.data or '(default text)'}: "):
-        # If this is an error on some ranks only, process_group ends the others.
+        # process_group also ends the ranks without an error.
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
         kind = saved["vocabulary"]["kind"] if saved else corpus.kind
-        # Token files fit a model with a tokenizer.json, and the reverse: both have ids.
+        # Token files and a tokenizer.json fit each other: both give ids.
         if kind != corpus.kind and {kind, corpus.kind} != {"ids", "tokenizer"}:
             raise ValueError(f"is {corpus.kind}; the model needs {kind}")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
@@ -524,7 +507,7 @@ def load_data(
             )
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
         if chardata.num_tokens(val_tokens) == 1:
-            val_tokens = ()  # One token has no successor to predict.
+            val_tokens = ()  # One token has no target.
         block_size = flags.block_size
         plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
         val_plan = plan._replace(tokens=val_tokens, batch_size=EVAL_BATCH // block_size or 1)
@@ -539,40 +522,39 @@ def validate(
     dtype: torch.dtype,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Return the mean loss over the tokens of the plan, or None if `stop` has interrupted it."""
+    """Return the mean loss over the plan, or None if `stop` has interrupted it."""
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    # zero and fsdp gather the weights for each batch, so all ranks need equally many.
+    # zero and fsdp need equally many batches on all ranks.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
 
 
 def model_config(values: Values) -> gpt.Config:
-    """Return the configuration of the model from the values of the flags by name."""
+    """Return the values that define the model."""
     return gpt.Config(**{name: values[name] for name in gpt.Config._fields})
 
 
 def build_model(config: gpt.Config, seed: int | None, checkpoint_activations: bool) -> gpt.GPT:
-    """Build a model, with the cross-entropy of extras/, which needs less memory, if it is there."""
-    options: Values = {"checkpoint_activations": checkpoint_activations}
+    """Build a model. If possible, it uses the cross-entropy of extras/, which saves memory."""
+    cross_entropy = gpt.cross_entropy
     with suppress(FileNotFoundError):
-        options["cross_entropy"] = extra("cross_entropy").cross_entropy
-    return gpt.build(config, seed, **options)
+        cross_entropy = extra("cross_entropy").cross_entropy
+    return gpt.build(config, seed, checkpoint_activations, cross_entropy)
 
 
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
-    """Return AdamW, or Muon for the matrices of the blocks and AdamW for all other parameters.
+    """Return the optimizers that the flags name.
 
-    one_machine: whether all ranks are on one machine. Then they divide the work of Muon and send
-    each other the updates. Between machines, sending takes longer than computing them.
+    one_machine: whether the ranks divide the work of Muon. Between machines, this would be slower.
     """
     groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
     muon: list[torch.optim.Optimizer] = []
     if flags.optimizer == "muon":
         make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
-        with suppress(FileNotFoundError):  # Without this extra: the same updates, but slower.
+        with suppress(FileNotFoundError):  # computes the same updates faster
             make_muon = partial(extra("muon").Muon, distribute=one_machine)
         # match_rms_adamw gives the updates the size of AdamW's (Liu et al., 2025).
         matrices = groups.pop("matrices")
@@ -587,25 +569,25 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
 
 
 def pick_dtype(flag: str, device: torch.device) -> str:
-    """Return the dtype of the flag. "auto" is bfloat16 if a GPU or CPU has it, else float32."""
+    """Return the name of the dtype of the computation."""
     if flag != "auto":
         return flag
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = torch.cpu._is_avx512_bf16_supported()  # false on a Mac, for MPS
+        fast = torch.cpu._is_avx512_bf16_supported()  # false on a Mac
     return "bfloat16" if fast else "float32"
 
 
 def should_compile(flag: bool | None, device: torch.device, flops: float) -> bool:
-    """Return the flag; without one, whether there is a compiler and the run is on CUDA or long.
+    """Return the flag; without one, whether compilation is possible and saves time.
 
     flops: of the whole run, so that a resumed run decides the same.
     """
     if flag is not None:
         return flag
     worth_it = device.type == "cuda" or (device.type == "cpu" and flops > 5e13)
-    # On CUDA, Triton needs a C compiler.
+    # Triton needs a C compiler.
     name, usual = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
     return worth_it and shutil.which(os.environ.get(name, usual)) is not None
 
@@ -613,9 +595,9 @@ def should_compile(flag: bool | None, device: torch.device, flops: float) -> boo
 def prepare_folder(
     out: str, storage: ModuleType, step: int, rejected: dict[str, str], config: Values
 ) -> object:
-    """Lock the folder `out` and prepare its files for the steps after `step`. Return the lock.
+    """Lock the folder `out` and return the lock.
 
-    Damaged checkpoints are set aside, later metrics are removed, and config.json is written.
+    Set damaged checkpoints aside, remove metrics after `step`, and write config.json.
     """
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
     foreign = old and '"val_fraction"' not in old or metrics and '{"step": ' not in metrics
@@ -623,13 +605,13 @@ def prepare_folder(
         raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
     lock: object = storage.lock(out)
-    # Another run may have written before this one had the lock.
+    # Before the lock, another run may have written.
     if any(e.step > step and e.name not in rejected for e in storage.list_checkpoints(out)):
         raise ValueError("another run has just written to it; start again to continue from there")
     for name, reason in rejected.items():
         storage.set_aside(out, name)
         warn(f"{name}: {reason}; set aside, continuing from step {step}")
-    # This pattern leaves out a line that a crash has cut off.
+    # This leaves out a line that a crash has cut off.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     lines = re.finditer(pattern, storage.read_text(out, "metrics.jsonl"))
     kept = (line[0] for line in lines if int(line[1]) <= step)
@@ -639,9 +621,9 @@ def prepare_folder(
 
 
 def wait_for_save(save: Future[Any], deadline: float) -> bool:
-    """Wait until a save has ended, but not longer than the deadline. Return whether it has.
+    """Wait for a save until time.monotonic() reaches `deadline`. Return whether it has ended.
 
-    deadline: a value of time.monotonic(). Warn if the save has not ended, or if it failed.
+    Warn if it has not ended, or if it failed.
     """
     wait([save], max(0.0, deadline - time.monotonic()))
     if not save.done():
@@ -655,10 +637,10 @@ def wait_for_save(save: Future[Any], deadline: float) -> bool:
 
 
 def say(text: str, error: bool = False) -> None:
-    """Print a line, on stderr if `error` is true."""
+    """Print a line on stdout or stderr."""
     try:
         click.echo(CLEAR_LINE + text, err=error)
-    except OSError as reason:  # A full disk or a closed pipe must not end the training.
+    except OSError as reason:  # A closed pipe must not end the training.
         if not error:
             warn_once(f"output not written: {reason}")
 
@@ -672,7 +654,7 @@ warn_once = cache(warn)  # prints each text once
 
 
 def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
-    """Add a record of numbers, and the time, to metrics.jsonl. NaN and infinity become null."""
+    """Append a record and the time to metrics.jsonl. NaN and infinity become null."""
     record["time"] = round(time.time(), 3)
     finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
     try:
@@ -682,7 +664,7 @@ def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
 
 
 def show_progress(batches: Iterator[chardata.Batch], show: bool) -> Iterator[chardata.Batch]:
-    """Yield the batches of an evaluation. If `show` is true, show their number in a terminal."""
+    """Yield the batches, and show their number in a terminal."""
     for number, batch in enumerate(batches, 1):
         if show and sys.stdout.isatty():
             click.echo(f"\revaluation: batch {number}", nl=False)
@@ -690,7 +672,7 @@ def show_progress(batches: Iterator[chardata.Batch], show: bool) -> Iterator[cha
 
 
 def format_record(record: Values, total: int, seconds_left: float) -> str:
-    """Return the line that is printed for a step."""
+    """Return the line to print for a step."""
     return (
         f"step {record['step']}/{total}  epoch {record['epoch']:.2f}  loss {record['loss']:.4f}"
         f"  lr {record['lr']:.1e}  {record['tokens_per_s']:,.0f} tokens/s"
@@ -700,9 +682,9 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 
 @contextmanager
 def usage_errors(subject: str = "") -> Iterator[None]:
-    """Raise click.UsageError, exit code 2, in place of errors about values, files and packages.
+    """Raise click.UsageError for errors about values, files and packages.
 
-    To see the traceback of a bug that raises ValueError, replace the body by `yield`.
+    To see the traceback of a ValueError, replace the body by `yield`.
     """
     try:
         yield
@@ -728,7 +710,7 @@ def newest_checkpoint(out: str) -> Values:
 def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     """Return the model of the newest checkpoint, ready for inference, and that checkpoint.
 
-    All ranks call this. ValueError if they find different checkpoints.
+    All ranks call this. ValueError if they find different ones.
     """
     state = newest_checkpoint(out)
     name = os.path.basename(state["name"])
@@ -777,23 +759,21 @@ def sample(
     with usage_errors(), ddp_setup.process_group(device) as world:
         model, state = load_model(out, world)
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
-        # kind: char, byte, ids or tokenizer
         codec = extra("tokenizer") if kind == "tokenizer" else chardata
-        if prompt is None:  # The first character is nearly always a new line.
+        if prompt is None:  # chars[:1] is nearly always a new line.
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
         ids = codec.encode(prompt, kind, chars).tolist()
         if not ids or max(ids) >= vocab:
             raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
-        # Without torch.seed(), each start would give the same text.
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
-        generated = islice(generated, max_new_tokens)  # ValueError above sys.maxsize
-    # The first text is printed while all are generated. tee keeps the tokens of the others.
+        generated = islice(generated, max_new_tokens)
+    # The first text is printed while all are generated.
     for row, batches in enumerate(tee(generated, num_samples)):
         if row:
             click.echo("-" * 20)
         tokens = chain(ids, (int(batch[row]) for batch in batches))
-        for text in codec.decode(tokens, kind, chars):  # in whole characters
+        for text in codec.decode(tokens, kind, chars):
             click.echo(text, nl=False)
         click.echo()
 
@@ -815,17 +795,17 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         config["eval_tokens"] = 0  # all
         if data:
             config |= {"data": data, "val_fraction": 1.0}
-            state.pop("data")  # the digest of the run's own data
+            state.pop("data")  # the digest of the run's data
         flags = merge_saved_flags(Flags(out=out), set(), state)
         corpus, _, plan = load_data(flags, set(), state, world)
         if not plan.tokens:
             raise ValueError("the run has no validation data; name other data with --data")
         loss = validate(model, plan, world, flags, getattr(torch, flags.dtype))
-        assert loss is not None  # It would be None only after a stop signal.
+        assert loss is not None  # None only after a stop
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
         count = chardata.num_tokens(plan.tokens) - 1
-        click.echo(  # say() would only warn if the result cannot be written.
+        click.echo(  # say() would only warn of errors.
             f"{CLEAR_LINE}loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
             f"perplexity {math.exp(loss):.4f}, over {count:,} tokens, in {flags.dtype}"
         )
@@ -838,7 +818,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
 @click.group(
     "run.py",
     commands=[sample, evaluate],
-    # The metadata of --compile has param_decls of its own.
+    # --compile has its own param_decls.
     params=[
         click.Option(**{"param_decls": ["--" + f.name.replace("_", "-")], **f.metadata})
         for f in fields(Flags)
@@ -870,7 +850,7 @@ def cli(**values: Any) -> None:
         return
     given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)
-    # From here on, a stop signal waits until stop_signals() or spawn() unblocks it.
+    # stop_signals() or spawn() unblocks these signals.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
@@ -889,41 +869,38 @@ with suppress(FileNotFoundError):
 
 
 def main() -> None:
-    """Run what the command line asks for and exit with its code. A spawned process does the same.
+    """Run the command line and exit with its code. Each spawned process calls this too.
 
-    UsageErrors (see usage_errors), lost ranks, a training that diverged and errors that
-    extras/hints.py knows become one line. Other errors get a traceback.
+    Expected errors become one line. Others get a traceback.
     """
     for name in ("stdout", "stderr"):  # Python sets a closed stream to None.
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
-    gc.disable()  # During the imports it would take 0.5 s and find nothing. train enables it.
-    faulthandler.enable()  # prints where a fatal signal came, such as SIGBUS of a mapped file
+    gc.disable()  # makes the imports faster; train enables it
+    faulthandler.enable()  # prints the traceback of a fatal signal
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:
-            # Without this extra, ddp_setup refuses a step of SLURM with more than one task.
+            # Without this extra, ddp_setup refuses several tasks.
             with usage_errors(), suppress(FileNotFoundError):
                 extra("slurm").set_launch_env_(os.environ)
         code = cli.main(standalone_mode=False) or DONE
-    except SystemExit as error:  # of process_group: another rank reports the error.
+    except SystemExit as error:  # Another rank reports the error.
         code = error.code if isinstance(error.code, int) else FAILED
-    except click.Abort:  # Ctrl-C in a command such as sample
+    except click.Abort:  # Ctrl-C in commands like sample
         code = 130
     except click.ClickException as error:
         say("Error: " + " ".join(error.format_message().split()), error=True)
         code = error.exit_code
     except (OSError, FloatingPointError) as error:
-        # A rank was lost or killed, the output of a command cannot be written, the training
-        # diverged, or the replicas differ.
+        # A rank was lost, output failed, training diverged, or replicas differ.
         say(f"Error: {error}", error=True)
     except Exception as error:
         text = f"{error!r}\n{traceback.format_exc()}"
         with suppress(FileNotFoundError):
             text = extra("hints").one_line(error) or text
         say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
-    # os._exit: a save that hangs must not keep the process alive, and to free torch takes half a
-    # second. It would skip the handlers of atexit (coverage, profilers) and the flush.
+    # os._exit does not wait for a save that hangs. It would skip atexit and the flush.
     atexit._run_exitfuncs()
     with suppress(OSError):
         sys.stdout.flush()

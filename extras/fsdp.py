@@ -10,14 +10,10 @@
         ...
     mean = evaluate(model, *pad_batches(model, batches, loss_fn))  # for "zero" and "fsdp"
 
-`train_` and `evaluate` are those of loop.py, or any functions with the same conventions. A loss
-function returns (sum, count). In this file, "shard" means the part of the model's state on one
-rank.
+`train_` and `evaluate` are those of loop.py. A loss function returns (sum, count).
 
-Under FSDP, a forward or backward pass communicates, so all ranks must run the same number of
-passes. pad_steps and pad_batches add passes on ranks that have fewer. The results of added passes
-have weight 0. The ranks agree on the numbers over gloo with tensors on the CPU, so nothing waits
-for a GPU.
+Under FSDP, each forward and backward pass communicates, so all ranks must run the same number of
+them. pad_steps and pad_batches add passes with weight 0 on ranks that have fewer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,28 +44,20 @@ def shard_(
 ) -> nn.Module:
     """Move `model` to `device`, divide its parameters over all ranks, and return it.
 
-    All ranks must call it, in a process group of `world_size` ranks. Each then holds 1 / world_size
-    of the parameters, of the gradients, and of the state of optimizers that are made afterwards.
-    All start with the weights and buffers of rank 0. With a world_size of 1 nothing is divided.
+    All ranks must call this, in a process group of `world_size` ranks. Each rank then holds
+    1 / world_size of the parameters, gradients and optimizer state. All start with the weights and
+    buffers of rank 0. With world_size=1, nothing is divided.
 
     strategy: "zero" gathers all parameters once per step and keeps them until the last backward
-        pass. This is as much traffic as DistributedDataParallel has. "fsdp" gathers the parameters
-        of one part at a time, again in each forward and backward pass, so a rank never holds all of
-        them. (Under autocast, autograd keeps the copies in the lower dtype.) ValueError for any
-        other strategy.
-    parts: submodules without common parameters, which are gathered one by one. The rest of the
-        model is one more part. A part is moved to the device just before it is divided, so the
-        whole model need not fit there.
-    initial_weight: computes the values of a parameter on the device "meta" (without memory) from
-        its name and shape, just before its part is divided. So a rank never holds more than its
-        shards and one part. These values are not sent: they must be the same on all ranks.
+        pass. It has the traffic and the method `no_sync` of DistributedDataParallel. "fsdp" gathers
+        one part at a time, again in each forward and backward pass. This needs less memory.
+    parts: submodules without common parameters. The rest of the model is one more part. Each part
+        is moved to the device and divided before the next, so the whole model need not fit there.
+    initial_weight: computes the values of a parameter on the device "meta" from its name and shape,
+        when its part is divided. The values must be the same on all ranks.
     fsdp: more arguments for torch's fully_shard.
-
-    "zero" gets a method `no_sync`, as DistributedDataParallel has it. (torch's
-    ZeroRedundancyOptimizer was not used: with it, parameters and gradients stay whole on each rank,
-    the traffic is half as much again, and torch.distributed.checkpoint does not see its state.)
     """
-    # The imports of torch.distributed's modules take half a second.
+    # These imports take half a second.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -90,46 +78,43 @@ def shard_(
     return model
 
 
-# Two functions, because a loop variable of shard_ would keep a parameter that was divided already.
+# Two functions, because a loop variable in shard_ would keep a whole parameter in memory.
 
 
 def _fill_meta_(
     part: nn.Module, names: dict[int, str], initial_weight: InitialWeight | None
 ) -> set[int]:
-    """Give memory on the CPU and values to the parameters on the device "meta"; return their ids.
-
-    names: of all parameters, by id.
-    """
+    """Give values on the CPU to the parameters on "meta". Return their ids."""
     filled = set[int]()
     for parameter in part.parameters():
         if parameter.is_meta and initial_weight:
             weight = initial_weight(names[id(parameter)], parameter.shape).to(parameter.dtype)
-            # It stays the same object, so a parameter that two modules share stays shared.
+            # This keeps the object, so a parameter that two modules share stays shared.
             torch.utils.swap_tensors(parameter, nn.Parameter(weight, parameter.requires_grad))
             filled.add(id(parameter))
     return filled
 
 
 def _send_from_rank_0_(part: nn.Module, filled: set[int]) -> None:
-    """Copy parameters and buffers of rank 0 to all ranks, except the parameters with these ids."""
+    """Copy parameters and buffers of rank 0 to all ranks, except the filled parameters."""
     from torch.distributed.tensor import DTensor
 
     for tensor in chain(part.parameters(), part.buffers()):
-        # A DTensor was divided as a part of its own.
+        # A DTensor was divided before.
         if not isinstance(tensor, DTensor) and id(tensor) not in filled:
             _broadcast_(tensor.detach())
 
 
 def _broadcast_(tensor: Tensor) -> None:
     """Replace a tensor by that of rank 0."""
-    dense = tensor.contiguous()  # dist sends memory, without regard to strides
+    dense = tensor.contiguous()  # dist ignores strides
     dist.broadcast(dense, 0)
     tensor.copy_(dense)
 
 
 @contextmanager
 def _no_sync(model: Any) -> Iterator[None]:
-    """Let backward passes accumulate gradients on this rank only; keep parameters gathered."""
+    """Let backward passes send no gradients and keep the parameters gathered."""
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     try:
@@ -140,7 +125,7 @@ def _no_sync(model: Any) -> Iterator[None]:
 
 
 class Padded(NamedTuple):
-    """A batch of this rank, or one that was only added so that all ranks have equally many."""
+    """A batch of this rank, or an added one."""
 
     batch: Any
     added: bool
@@ -151,13 +136,11 @@ def pad_steps(
 ) -> tuple[Iterator[tuple[list[Padded], float]], LossFn]:
     """Add micro-batches to each step, so that all ranks have the same number of them.
 
-    Returns (steps, loss_fn), the arguments for loop.train_, which also needs sync_each=True.
-    All ranks must iterate over the steps together. The returned loss function belongs to the
-    returned steps: for an added micro-batch it returns a sum of 0 and a count of 0. An added
-    micro-batch repeats the first of its step, so each rank needs at least one in each step.
-    steps: (micro-batches of this rank, count of the global batch), see loop.train_.
-    timeout: seconds to wait for the other ranks, if a gloo group has to be made because the default
-        group has none.
+    Returns (steps, loss_fn) for loop.train_, which also needs sync_each=True. Use them together.
+    All ranks must iterate over the steps together. Each rank needs at least one micro-batch in each
+    step.
+    steps: see loop.train_.
+    timeout: see process_group of ddp_setup.py. If the default group has gloo, it is not used.
     """
     return _padded_steps(steps, timeout), partial(_padded_loss, loss_fn)
 
@@ -177,13 +160,9 @@ def pad_batches(
 ) -> tuple[Iterator[Padded], LossFn]:
     """Add batches to an evaluation, so that all ranks have the same number of them.
 
-    Returns (batches, loss_fn), the arguments for loop.evaluate.
-    All ranks must iterate over the batches together. Ranks may have unequal numbers of batches, or
-    none: they get a copy of the first batch of another rank, which must be possible to pickle. The
-    returned loss function belongs to the returned batches: for an added batch it returns a sum of 0
-    and a count of 0. When the iteration ends or is given up, `model` frees the parameters that it
-    gathered in its forward passes, as a backward pass would have done. All ranks use the buffers of
-    rank 0, because a checkpoint contains those.
+    Returns (batches, loss_fn) for loop.evaluate. Use them together. All ranks must iterate over the
+    batches together. A rank can have no batches. It then gets the first batch of another rank,
+    which must be possible to pickle. The buffers of `model` become those of rank 0.
     timeout: see pad_steps.
     """
     return _padded_batches(model, batches, timeout), partial(_padded_loss, loss_fn)
@@ -210,9 +189,7 @@ def _padded_batches(model: nn.Module, batches: Iterable[Any], timeout: float) ->
 
 
 def _lend_first(first: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """Return `first`, or if it is empty, that of the lowest rank where it is not. [] if all are
-    empty.
-    """
+    """Return `first`, or if it is empty, that of another rank."""
     fewest = -_largest(-len(first), group)
     if fewest or not dist.is_initialized():
         return first
@@ -233,24 +210,24 @@ def _padded_loss(
 
 @contextmanager
 def _cpu_group(timeout: float) -> Iterator[dist.ProcessGroup | None]:
-    """Yield a process group of all ranks that takes CPU tensors. All ranks must enter it together.
+    """Yield a process group for CPU tensors, or None if no new one is needed.
 
-    Yields None if the default group takes them, or if there is no process group.
+    All ranks must enter it together.
     """
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         yield None
         return
-    # twice the timeout, like the default group of ddp_setup: a rank that compiles may take longer
+    # twice, as in ddp_setup, because a rank that compiles may take longer
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
     try:
         yield group
     finally:
-        if dist.is_initialized():  # otherwise the end of the default group has ended this one
+        if dist.is_initialized():  # otherwise it is destroyed already
             dist.destroy_process_group(group)
 
 
 def _largest(number: int, group: dist.ProcessGroup | None) -> int:
-    """Return the largest of the numbers that the ranks pass. All ranks must call it."""
+    """Return the largest number of all ranks. All ranks must call it."""
     if not dist.is_initialized():
         return number
     largest = torch.tensor(number)
@@ -261,8 +238,8 @@ def _largest(number: int, group: dist.ProcessGroup | None) -> int:
 def compress_(replica: nn.Module) -> None:
     """Let a DistributedDataParallel model send and add up gradients as bfloat16.
 
-    This halves the traffic, and keeps 8 of the 24 significant bits of float32.
-    ValueError for another model, unless there is only one rank, which sends nothing.
+    This halves the traffic, and keeps 8 of the 24 significant bits of float32. ValueError for
+    another model, unless there is only one rank.
     """
     if isinstance(replica, nn.parallel.DistributedDataParallel):
         replica.register_comm_hook(None, _bf16_hook)
@@ -273,5 +250,5 @@ def compress_(replica: nn.Module) -> None:
 
 
 def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Call torch's hook. DDP recognises that hook and refuses it for gloo, which can do it too."""
+    """Call torch's hook, because DDP refuses the hook itself for gloo."""
     return bf16_compress_hook(group, bucket)
