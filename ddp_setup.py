@@ -11,7 +11,8 @@
 
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
 the processes that `spawn` starts. A rank is one of the processes that train together. If a rank
-fails, all ranks end, and only one error is printed.
+fails, the others fail too, because they lose their connection to it. But only the first rank that
+fails prints an error: it notes in a store that all ranks share that it reports.
 """
 
 import ctypes
@@ -36,8 +37,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# The parent can end during the slow import of torch, so its id is read first. A forked child has
-# another parent.
+# The parent can end during the slow import of torch, so its id is read first. The key is there
+# because a forked child inherits this dict, but has another parent.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
@@ -102,24 +103,29 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
         of a machine gets GPU i. On a CPU, this sets torch's number of threads. The backend is NCCL
         for CUDA, else gloo.
-    timeout: seconds that a rank may wait for other ranks, when it connects and later. A rank that
-        waits longer later ends with exit code 1, without an exception. Use wait_together for work
-        that may take longer. While a rank runs torch.compile, the others wait up to twice the
-        timeout. Waiting in torch.distributed.new_group, recv or monitored_barrier is not noticed.
+    timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
+        code 1, without an exception, and one of these ranks prints in which line of the program
+        each rank is. Use wait_together for work that may take longer. While a rank runs
+        torch.compile, the others wait up to twice the timeout. Waiting in
+        torch.distributed.new_group, recv or monitored_barrier is not noticed.
 
     ValueError if the launch variables are wrong or the device is not available. ConnectionError if
-    not all ranks connect.
+    not all ranks connect within the timeout.
 
     If an exception leaves the block on some rank, all ranks end:
     - The rank that failed first raises its own exception.
     - If a rank was lost or killed, another rank raises ConnectionError, which names the ranks that
       did not answer. Under spawn, the parent process reports the lost rank instead. With NCCL, the
       other ranks end at the timeout, or torch ends them with SIGABRT.
+    - If all ranks failed in torch.distributed, one of them raises torch's own exception.
     - All other ranks raise SystemExit, for which Python prints nothing. Its code is the attribute
       `exit_code` of the rank's own exception, or 1.
 
     A rank that leaves the block with sys.exit or KeyboardInterrupt is lost for ranks that still use
-    the group.
+    the group. After sys.exit(0) the group is destroyed, after the others not.
+
+    After the block, the current GPU, torch's number of threads, and the environment variables
+    GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE stay as they were set here.
     """
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
@@ -141,7 +147,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
         chosen = _select_device(device, env)
         cuda = chosen.type == "cuda"
-        # The main thread may block the first connection.
+        # A second connection, because the main thread may block the first one.
         connection = store.clone()  # type: ignore[attr-defined]
         watcher = _in_thread(
             lambda: _watch_ranks(env, connection, timeout, cuda, main, joined, block_ended)
@@ -164,9 +170,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             exit_request = error
         finally:
             block_ended.set()
-        # The watcher must not read a destroyed group.
+        # The watcher must not read a destroyed group. After 6 seconds, it only waits for a store
+        # that does not answer.
         futures.wait([watcher], 6)
-        if dist.is_initialized():            dist.destroy_process_group()
+        if dist.is_initialized():  # The program can have destroyed it.
+            dist.destroy_process_group()
     except Exception as error:
         # The group is not destroyed, because that could wait for a dead rank.
         _choose_reporter(error, env, store)
@@ -193,7 +201,7 @@ def _select_device(name: str, env: World) -> torch.device:
         if env.local_rank >= torch.cuda.device_count():
             raise ValueError(f"local rank {env.local_rank} has no GPU: start one rank per GPU")
         name = f"cuda:{env.local_rank}"
-        torch.cuda.set_device(name)  # NCCL uses the current device when the group starts.
+        torch.cuda.set_device(name)
     return torch.device(name)
 
 
@@ -263,7 +271,7 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 
 def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
     """Do nothing if this rank must raise `error` itself; otherwise raise another exception."""
-    # torch.distributed raises DistError, but gloo raises a bare RuntimeError with one of these texts.
+    # torch.distributed raises DistError. gloo raises a bare RuntimeError with one of these texts.
     texts = "/gloo/|Application timeout caused pair closure"
     from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
     consequence = from_gloo or isinstance(error, dist.DistError)
@@ -301,11 +309,11 @@ def _watch_ranks(
     This runs in a thread of each rank. It cannot raise an exception in the thread `main`, because
     that waits in a collective.
 
-    An interval is 1/20 of the timeout. In each interval, each rank adds 1 to a counter in the
-    store, and writes the result and the line where its program is to the store. A rank is stuck if
-    it waits, no collective has started or ended since the last interval, and no rank runs
-    torch.compile. A rank that is stuck 20 times in a row ends. The first one prints where each rank
-    is.
+    An interval is 1/20 of the timeout. In each interval, a rank adds 1 to a counter in the store.
+    It also stores the result and the line where its program is. A rank is stuck if it waits, no
+    collective has started or ended since the last interval, and no rank runs torch.compile. (If a
+    rank has reported an error, all others wait.) A rank that is stuck 20 times in a row ends. The
+    first one prints where each rank is.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
@@ -346,7 +354,7 @@ def _watch_ranks(
         with suppress(dist.DistError):
             if store.add("reported", 1) > 1:
                 os._exit(1)
-            # compare_set returns the value of the key, or the last argument if there is none.
+            # compare_set returns the value, or the last argument if there is none.
             states = [json.loads(store.compare_set(key, "", '[0, ""]')) for key in keys]
             ranks = [  # A state that is older than three intervals is no answer.
                 f"rank {rank} at {line}" if written > counts[-4] else f"no answer from rank {rank}"
@@ -357,7 +365,7 @@ def _watch_ranks(
 
 
 def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
-    """Start call() in a new thread that does not delay the end of the process."""
+    """Start call() in a daemon thread, and return a future."""
     future = futures.Future[T]()
 
     def work() -> None:
@@ -379,8 +387,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     All ranks must call this function, with the same architecture. All get the weights of rank 0. A
     wrapped model has the original one as its attribute `module`. Its gradients are lost.
 
-    ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True for a
-        model that does not use all parameters in each step.
+    ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
+    For BatchNorm statistics over all ranks, see torch.nn.SyncBatchNorm.
     """
     model = model.to(world.device)
     if world.size == 1:
@@ -418,7 +426,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     All ranks must call this function. If some calls raise ValueError or OSError, all ranks raise
     the error of the lowest of these ranks. Another exception is raised only on its own rank.
 
-    Here the timeout of process_group does not apply. If a call hangs, all ranks wait for it.
+    Use it for slow work, such as reading large files: here the timeout of process_group does not
+    apply. If a call hangs, all ranks wait.
 
     With several ranks, the call runs in a second thread. It must not use torch.distributed. It must
     itself set what torch keeps per thread: torch.no_grad(), autocast, and the current GPU.
@@ -440,8 +449,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
 def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
-    All ranks must call this function. The result must be picklable. The rules of wait_together for
-    calls and their errors apply.
+    All ranks must call this function. The result must be picklable. Otherwise it works like
+    wait_together.
     """
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
@@ -457,11 +466,14 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     """Catch SIGTERM, SIGINT (Ctrl-C) and SIGUSR1; yield a function that tells if one arrived.
 
     In the block, these signals do not interrupt the program. Call the yielded function once per
-    step, together with any_rank, because a signal may reach only some ranks. A second SIGINT ends
-    the process with exit code 130, without cleanup. A signal to all processes can also end the
-    workers of a DataLoader: see extras/tutorial/stream.py.
+    step, together with any_rank, because a signal may reach only some ranks. Once true, it stays
+    true. A second SIGINT ends the process with exit code 130, without cleanup. A signal to all
+    processes can also end the workers of a DataLoader: see extras/tutorial/stream.py.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
+
+    Only the main thread can use this function. Signals that were blocked are unblocked. Of two
+    nested blocks, only the inner one notices a signal; spawn uses such a block too.
     """
     received, owner = list[int](), os.getpid()
 
@@ -497,18 +509,19 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 
     Each process is a rank and must use process_group. It notices stop signals only if it uses
     stop_signals. `fn` must be at the top level of a module, and `args` must be picklable. The
-    script needs `if __name__ == "__main__":`, because each rank imports it.
+    script needs `if __name__ == "__main__":`.
 
     If a rank ends with another code than 0, the others get 4 seconds to end and are then killed.
-    After a stop signal, this process sends SIGTERM to all ranks and continues to wait. If this
-    process dies, Linux kills its ranks.
+    After a stop signal, this process sends SIGTERM to all ranks and continues to wait. A second
+    SIGINT ends it with exit code 130. If this process dies, Linux kills its ranks.
 
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
         they are killed.
 
     If all ranks end with the same code, it is returned. Otherwise, if a rank has reported an error
-    through process_group, the code of the rank that failed first is returned. Otherwise
-    ChildProcessError is raised, which names the rank that failed or did not end.
+    through process_group, the code of the rank that failed first is returned, or 1 if a signal
+    killed it. Otherwise ChildProcessError is raised. Its message names the rank that failed or did
+    not end. ValueError on Windows, and if `fn` or `args` are from a notebook.
     """
     in_notebook = not hasattr(sys.modules["__main__"], "__file__")
     if in_notebook and b"__main__" in pickle.dumps((fn, args)):
@@ -536,7 +549,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 def _wait_for_ranks(
     ranks: list[Any], stop_requested: Callable[[], bool], timeout: float, store: dist.Store
 ) -> int:
-    """Wait until all ranks have ended, as the docstring of `spawn` says.
+    """Wait until all ranks have ended, as `spawn` describes.
 
     torch's ProcessContext.join does not notice a rank that hangs after another has ended with 0.
     """

@@ -140,7 +140,8 @@ def pad_steps(
     All ranks must iterate over the steps together. Each rank needs at least one micro-batch in each
     step.
     steps: see loop.train_.
-    timeout: see process_group of ddp_setup.py. If the default group has gloo, it is not used.
+    timeout: in seconds. A rank waits for the others up to twice as long. If the default group has
+        gloo, its timeout applies.
     """
     return _padded_steps(steps, timeout), partial(_padded_loss, loss_fn)
 

@@ -1,17 +1,14 @@
-"""Muon (Jordan et al., 2024), with the arguments, the state and, up to rounding, the results of
-torch.optim.Muon, but for many matrices at a time.
+"""Muon (Jordan et al., 2024), as torch.optim.Muon computes it, but for many matrices at a time.
 
     muon = Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw")
     rest = torch.optim.AdamW(embeddings_and_vectors, lr=0.02, fused=True)
 
 If U S V^T is the singular value decomposition of a gradient's momentum, Muon's update is about
-U V^T. A few iterations (Newton-Schulz) compute it with matrix products only:
+U V^T. A few iterations (Newton-Schulz) orthogonalise the momentum like this:
 
     x -> (a I + b A + c A A) x,  where A = x x^T is the Gram matrix of x
 
-torch.optim.Muon takes one matrix after the other. Here, matrices of the same shape form a batch.
-For long or wide matrices, most iterations are done on the small Gram matrix. On several ranks, each
-rank can compute a part of each batch.
+Matrices of the same shape form a batch. The results differ from torch.optim.Muon only by rounding.
 """
 
 import math
@@ -27,26 +24,21 @@ Triple = Sequence[float]  # the coefficients (a, b, c) of an iteration
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with another step. Arguments, defaults and state_dict are the same, so each
-    of the two can continue from the other's state_dict.
+    """torch.optim.Muon with another step. Each can continue from the other's state_dict.
 
-    ns_coefficients: the triple (a, b, c) for all ns_steps iterations, as in torch, or a list of
-        triples, one per iteration, for example those of Polar Express (Amsel et al., 2025). With a
-        list, ns_steps is not used, and torch.optim.Muon cannot continue from the state.
+    ns_coefficients: (a, b, c) for all ns_steps iterations, or a list of such triples, one per
+        iteration. With a list, ns_steps is not used, and torch.optim.Muon cannot continue from the
+        state.
     dtype: of the iterations. Parameters and momentum keep their own dtype.
-    distribute: with True, each rank of the default process group orthogonalises its part of each
-        batch, and all ranks gather the results, which takes 2 bytes per parameter in bfloat16. The
-        results are bitwise equal on all ranks. The gradients must be equal on all ranks, as under
-        DistributedDataParallel, and all ranks must call step together. With False, each rank
-        orthogonalises all matrices, without communication.
+    distribute: If true, each rank of the default process group orthogonalises its part of each
+        batch, and gathers the other parts. The gradients must be equal on all ranks, as under
+        DistributedDataParallel, and all ranks must call step together.
 
-    Parameters can be DTensors, for example under FSDP2. Then the momentum and the elementwise work
-    stay divided over the ranks, and all ranks must call step together. In each step, each rank
-    gathers all matrices in `dtype`, one collective per shape, and orthogonalises all of them, or
-    with `distribute` its part. So for a moment each rank holds all updates in `dtype`.
+    Parameters can be DTensors, for example under FSDP2. All ranks must then call step together. The
+    momentum stays divided, but each rank gathers all updates in `dtype`.
 
-    With a scalar tensor as the attribute `found_inf` (loop.py and torch.amp.GradScaler set it),
-    step changes nothing if it is not 0. The host does not wait for its value.
+    If the attribute `found_inf`, a scalar tensor, is not 0, step changes nothing. loop.py and
+    torch.amp.GradScaler set it.
     """
 
     def __init__(
@@ -57,18 +49,18 @@ class Muon(torch.optim.Muon):
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
-        # Not in the parameter groups: load_state_dict would replace them.
+        # load_state_dict would replace settings in the parameter groups.
         self.dtype, self.distribute = dtype, distribute
-        self._step_supports_amp_scaling = True  # step itself uses grad_scale and found_inf
+        self._step_supports_amp_scaling = True  # step uses grad_scale and found_inf
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copy and pickle keep. Optimizer would leave out the attributes of Muon."""
+        """Keep the attributes of Muon for copy and pickle. Optimizer would omit them."""
         names = "dtype", "distribute", "_step_supports_amp_scaling"
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update each parameter that has a gradient. Return the result of closure()."""
+        """Update each parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,7 +105,7 @@ def descend_(
 ) -> None:
     """Multiply params by 1 - lr * weight_decay and subtract the orthogonalised updates.
 
-    updates: of DTensors, the local parts. settings: a parameter group. For the rest, see Muon.
+    updates: of DTensors, the local parts. settings: a parameter group.
     """
     lr, triples = float(settings["lr"]), settings["ns_coefficients"]
     if isinstance(triples[0], (int, float)):
@@ -127,7 +119,7 @@ def descend_(
     for indices in shapes.values():
         batch = torch.stack([updates[i].to(dtype) for i in indices])
         batch = gather(batch, params[indices[0]])
-        if several:  # While the results are sent, this rank computes those of the next shape.
+        if several:  # This sends the results during the computation of the next shape.
             results.append(on_all_ranks(orthogonalize, batch))
         else:
             results.append((orthogonalize(batch), lambda: None))
@@ -148,8 +140,8 @@ def descend_(
 def lr_factor(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
     """Return the factor of the learning rate for a matrix of this shape.
 
-    "match_rms_adamw" gives updates the usual root mean square of AdamW's, 0.2 (Liu et al., 2025).
-    None means "original", the factor of Jordan et al.
+    "match_rms_adamw" gives updates AdamW's usual root mean square, 0.2 (Liu et al., 2025). None
+    means "original" (Jordan et al.).
     """
     rows, columns = shape
     if adjust_lr_fn == "match_rms_adamw":
@@ -158,20 +150,13 @@ def lr_factor(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
 
 
 def newton_schulz(x: Tensor, triples: Sequence[Triple], eps: float) -> Tensor:
-    """Orthogonalise the matrices of a batch x (N, rows, columns) with one iteration per triple.
-
-    Let n be the short and m the long side of a matrix. An iteration on x needs 2 n^2 m + n^3
-    multiplications. Three iterations on its Gram matrix need 9 n^3 + 2 n^2 m together, see
-    gram_iterations. That is less if m > 1.5 n: for m = 4 n, 17 instead of 27 times n^3.
-
-    The Gram matrix is computed again after three iterations, because in bfloat16 its rounding
-    errors grow. The error after 3 + 2 iterations is that of torch.optim.Muon. With all five on one
-    Gram matrix, singular values reached 20 instead of 1.2, and a training diverged.
-    """
+    """Orthogonalise the matrices of a batch x (N, rows, columns) with one iteration per triple."""
     rows, columns = x.shape[1:]
     tall = rows > columns
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     x = x / norm.clamp(min=eps)
+    # With sides n < m, three iterations need 6 n^2 m + 3 n^3 multiplications on x, but 9 n^3 +
+    # 2 n^2 m on its Gram matrix. With five in a row, rounding errors let a training diverge.
     at_once = 3 if max(rows, columns) > 1.5 * min(rows, columns) else 1
     for start in range(0, len(triples), at_once):
         gram = x.mT @ x if tall else x @ x.mT
@@ -188,8 +173,8 @@ def newton_schulz(x: Tensor, triples: Sequence[Triple], eps: float) -> Tensor:
 def gram_iterations(gram: Tensor, triples: Sequence[Triple]) -> Tensor:
     """Return Q (N, n, n), such that Q x is the result of these iterations on x (N, n, m).
 
-    gram: x x^T, (N, n, n). With P = a I + b A + c A A, an iteration replaces x by P x, thus the
-    Gram matrix A by P A P = P P A, and Q by P Q.
+    gram: A = x x^T, (N, n, n). With P = a I + b A + c A A, an iteration replaces x by P x, so A by
+    P P A and Q by P Q.
     """
     q: Tensor | None = None
     for i, (a, b, c) in enumerate(triples, 1):
@@ -209,9 +194,9 @@ def gram_iterations(gram: Tensor, triples: Sequence[Triple]) -> Tensor:
 def on_all_ranks(
     compute: Callable[[Tensor], Tensor], batch: Tensor
 ) -> tuple[Tensor, Callable[[], object]]:
-    """Compute this rank's part of a batch, which must be equal on all ranks, and start to gather.
+    """Compute this rank's part of a batch that is equal on all ranks, and start to gather.
 
-    Returns the result for the whole batch, and a function that waits until it is complete.
+    Returns the whole result, and a function that waits for it.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     share = -(-len(batch) // size)
@@ -223,7 +208,7 @@ def on_all_ranks(
 
 
 def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, with the same memory, or any other tensor itself."""
+    """Return this rank's part of a DTensor, without a copy, or any other tensor itself."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
@@ -243,7 +228,7 @@ def gather(batch: Tensor, like: Any) -> Tensor:
 
 
 def scatter(batch: Tensor, like: Any) -> Tensor:
-    """Return this rank's parts of a batch of whole matrices: the inverse of `gather`."""
+    """Return this rank's parts of a batch of whole matrices."""
     if not hasattr(like, "to_local"):
         return batch
     from torch.distributed.tensor import distribute_tensor

@@ -9,11 +9,10 @@
     found = files.newest("out")[0] if rank == 0 else None
     files.restore_(found.state if found else {}, model, optimizers)     # every rank
 
-The checkpoint is a folder with the files of torch.distributed.checkpoint (DCP), one for each rank.
-manifest.json lists the size and SHA-256 of each file, the place of each shard of each tensor, and
-the rest of the state. The folder gets its name, which contains the digest of the manifest, when
-everything in it is durable. DCP's own list, .metadata, is a pickle. It is there for other programs
-that use DCP, and it is not read here.
+The checkpoint is a folder with one file of torch.distributed.checkpoint (DCP) per rank, and
+manifest.json, which has the SHA-256 of the files, the places of the shards and the rest of the
+state. The folder gets its name, with the digest of the manifest, when everything in it is durable.
+The pickle .metadata is only for other programs that use DCP.
 """
 
 import io
@@ -45,19 +44,18 @@ from torch.distributed.tensor import DTensor
 
 State = dict[str, Any]
 Optimizers = Sequence[torch.optim.Optimizer]
-Read = Callable[[BinaryIO], Any]  # returns what torch.save wrote to an open file, or ValueError
+Read = Callable[[BinaryIO], Any]  # reads what torch.save wrote, or raises ValueError
 Group = dist.ProcessGroup
 MANIFEST = "manifest.json"
-STORAGE_TIMEOUT = timedelta(hours=1)  # the ranks wait that long for the slowest disk
+STORAGE_TIMEOUT = timedelta(hours=1)  # for the slowest disk
 
 
 def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespace:
     """Return the functions of the module ckpt.py, for a folder that can have sharded checkpoints.
 
-    read: that of extras/reader.py, which is safe for files of other people. With write_sharded,
-    every rank must call this, `snapshot` and `save`, which writes a sharded checkpoint. `load` and
-    `newest` then verify a sharded checkpoint, but leave it to `restore_` to read the tensors; until
-    then these are on the device "meta".
+    read: that of extras/reader.py, which is safe for files of other people.
+    write_sharded: every rank must then call this, `snapshot` and `save`. `load` and `newest` verify
+        a sharded checkpoint, but give tensors on the device "meta". `restore_` reads the values.
     """
     save_one = ckpt.save
     load_any = partial(load, ckpt, None if write_sharded else read)
@@ -90,10 +88,10 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
 def check_shared_folder(folder: str) -> None:
     """Raise ValueError if the ranks do not all see the same folder. Every rank must call this.
 
-    OSError, on all ranks, if rank 0 cannot write to it.
+    OSError on all ranks if rank 0 cannot write to it.
     """
     file: Any = nullcontext()
-    sent: list[Any] = [None]  # the name of a file, or the error of rank 0
+    sent: list[Any] = [None]  # a file name or an error
     if dist.get_rank() == 0:
         try:
             file = tempfile.NamedTemporaryFile(dir=folder)
@@ -111,18 +109,15 @@ def check_shared_folder(folder: str) -> None:
 
 
 def remove(ckpt: ModuleType, folder: str, name: str) -> None:
-    """Delete a checkpoint, or a temporary file or folder. A missing one is no error.
-
-    A folder whose name ends with ".pt" was not written by a save: ckpt.remove sets it aside.
-    """
+    """Delete a checkpoint, or a temporary file or folder, if it exists."""
     with suppress(FileNotFoundError):  # another process may have deleted it
         if name.endswith(".pt") or not Path(folder, name).is_dir():
             ckpt.remove(folder, name)
         else:
-            # If the deletion is interrupted, the rest must not have the name of a checkpoint.
+            # What an interrupted deletion leaves must not have the name of a checkpoint.
             hidden = Path(folder, name).rename(Path(folder, ckpt.TEMPORARY + uuid.uuid4().hex))
             ckpt.fsync_folder(folder)
-            # What cannot be deleted now, such as an open file on NFS, ckpt.lock deletes later.
+            # ckpt.lock deletes the rest, such as open files on NFS.
             shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -138,7 +133,7 @@ def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
 def _names(model: nn.Module) -> tuple[dict[str, str], dict[Tensor, str]]:
     """Return {name: first name} and {tensor: first name}: a tied head has two names."""
     tensors: dict[str, Tensor] = {}
-    # DDP adds "module." to the names of what it wraps, and torch.compile adds "_orig_mod.".
+    # DDP adds "module." to names, and torch.compile adds "_orig_mod.".
     replicas = [
         f"{name}.module.".lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)
@@ -176,11 +171,8 @@ def _state_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor
 def snapshot(model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
     """Return, for `write`, a copy on the CPU of what this rank writes. Every rank must call this.
 
-    That is its shards, and its part of the tensors that all ranks have. DCP would copy the former
-    twice and, on each rank, all of the latter. Rank 0 writes all buffers, because they can differ
-    between ranks, as BatchNorm's statistics do.
-    more: ValueError unless JSON can represent the values: dicts whose keys are text, lists, text,
-        numbers, bool, None.
+    Rank 0 writes all buffers, because they can differ between ranks.
+    more: only dicts with text as keys, lists, text, numbers, bool and None. Otherwise ValueError.
     """
     for name, value in more.items():
         if not _is_json(value):
@@ -203,7 +195,7 @@ def snapshot(model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether a value is the same after it was written and read as JSON."""
+    """Return whether JSON keeps a value as it is."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(part) for key, part in value.items())
     if isinstance(value, list):
@@ -216,15 +208,13 @@ def write(
 ) -> Any:
     """Write a snapshot as a checkpoint. Every rank must call this. Rank 0 gets the entry.
 
-    It can run in a thread during training, since nothing else uses the group. The checkpoint is
-    complete and durable, or absent: if a rank fails, all ranks delete what they wrote, and rank 0
-    raises OSError, or ValueError, for example because the model contains NaN.
+    It can run in a thread during training. Afterwards, the checkpoint is complete and durable, or
+    absent. If a rank fails, rank 0 raises OSError, or ValueError, for example because of NaN.
     """
     temporary = Path(folder, f"{ckpt.TEMPORARY}{step}")
     first = dist.get_rank() == 0
     try:
-        # dcp.save would send Python objects for each shard of each rank to rank 0 and back. For
-        # 1,024 ranks and 400 tensors, they would keep rank 0 from training for a minute.
+        # dcp.save would send many Python objects: for a minute with 1,024 ranks.
         _DistWrapper(group, True, 0).all_reduce(
             "write",
             partial(_write_shards, ckpt, temporary, state["tensors"]),
@@ -236,7 +226,7 @@ def write(
             ckpt.fsync_folder(folder)
             return entry
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # each rank, in case they do not share it
+        shutil.rmtree(temporary, ignore_errors=True)  # on each rank, as they may not share it
         if not isinstance(error, dcp.CheckpointException):
             raise
         if first:
@@ -244,7 +234,7 @@ def write(
 
 
 def _first_error(error: dcp.CheckpointException) -> OSError | ValueError:
-    """Return an error of one line that says why the first of the ranks failed."""
+    """Return a one-line error of the first rank that failed."""
     rank, (cause, _) = min(error.failures.items())
     text = getattr(cause, "strerror", None) or f"{cause}".partition("\n")[0]
     return (OSError if isinstance(cause, OSError) else ValueError)(f"rank {rank}: {text}")
@@ -253,7 +243,7 @@ def _first_error(error: dcp.CheckpointException) -> OSError | ValueError:
 def _write_shards(ckpt: ModuleType, path: Path, tensors: dict[str, Tensor]) -> str:
     """Write the file of this rank with DCP. Return [file, [size, digest], its shards] as JSON."""
     rank = dist.get_rank()
-    ckpt.make_folder(f"{path}")  # DCP would not make the names of new folders durable
+    ckpt.make_folder(f"{path}")  # DCP would not make new folders durable
     writer = _writer(path)
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(State(tensors), is_coordinator=rank == 0)
@@ -264,14 +254,14 @@ def _write_shards(ckpt: ModuleType, path: Path, tensors: dict[str, Tensor]) -> s
             raise ValueError(f"{item.index.fqn} contains NaN")  # `load` would refuse it
     try:
         results = writer.write_data(plan, planner).wait()
-    except RuntimeError as error:  # torch hides the OSError, for example of a full disk
+    except RuntimeError as error:  # torch hides an OSError
         raise error.__context__ if isinstance(error.__context__, OSError) else error
     file = f"__{rank}_0.distcp"
     return json.dumps([file, _describe_file(ckpt, path, file), _list_shards(plan, results)])
 
 
 def _list_shards(plan: dcp.SavePlan, results: list[WriteResult]) -> State:
-    """Return {name: [dtype, shape of the tensor, shard]} of what one rank has written.
+    """Return {name: [dtype, shape of the tensor, shard]} of one rank.
 
     A shard is [its offsets in the tensor, its shape, file, offset in the file, length in bytes].
     """
@@ -317,7 +307,7 @@ def _writer(path: Path) -> dcp.FileSystemWriter:
 
 
 def _describe_file(ckpt: ModuleType, path: Path, name: str) -> tuple[int, str]:
-    """Make the content of a file durable; return the size and the digest of the file."""
+    """Make the content of a file durable. Return its size and digest."""
     with (path / name).open("rb+") as file:
         os.fsync(file.fileno())
     return (path / name).stat().st_size, ckpt.sha256(path / name)
@@ -333,9 +323,9 @@ def _meta_tensor(dtype: str, shape: list[int]) -> Tensor:
 def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor]]:
     """Return the manifest, and the tensors that it lists, on the device "meta".
 
-    ValueError if the manifest is damaged, or is not one that `write` could have written.
+    ValueError if `write` cannot have written the manifest.
     """
-    file = path / MANIFEST  # is_file: to open a pipe could take for ever
+    file = path / MANIFEST  # is_file: opening a pipe might never end
     if not file.is_file() or not path.name.endswith(f"-{ckpt.sha256(file)[:32]}"):
         raise ValueError(f"damaged: {MANIFEST} does not have the digest in the name of the folder")
     try:
@@ -381,7 +371,7 @@ def _build_state(manifest: State, tensors: dict[str, Tensor]) -> State:
 
 
 def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
-    """Return the state of a checkpoint, as ckpt.load does. ValueError if it does not verify.
+    """Read and verify a checkpoint, as ckpt.load does. ValueError if it is damaged.
 
     If `read` is None, the tensors of a sharded checkpoint are on the device "meta".
     """
@@ -421,9 +411,8 @@ def _read_shard(read: Read, path: Path, name: str, dtype: torch.dtype, shard: li
 def restore_(ckpt: ModuleType, state: State, model: nn.Module, optimizers: Optimizers) -> None:
     """Put the state that `load` returned on rank 0 into a model and optimizers.
 
-    Every rank must call this. If `load` did not read the tensors, each rank reads those that it
-    needs. Any number of ranks with any strategy may have written them. The optimizers keep their
-    settings. ValueError if the checkpoint is not of this model and of as many optimizers.
+    Every rank must call this. Any number of ranks with any strategy may have written the
+    checkpoint. The optimizers keep their settings. ValueError if the checkpoint does not fit.
     """
     paths = [state.get("sharded_path")]
     if dist.is_initialized():
@@ -452,7 +441,7 @@ def restore_(ckpt: ModuleType, state: State, model: nn.Module, optimizers: Optim
 
 
 def _create_moments_(model: nn.Module, optimizers: Optimizers, saved: set[str]) -> None:
-    """Create the moments of the parameters in `saved` ("optimizers.INDEX.NAME"), to be read."""
+    """Create the moments of the parameters in `saved` ("optimizers.INDEX.NAME")."""
     _, names = _names(model)
     for i, optimizer in enumerate(optimizers):
         optimizer.zero_grad(set_to_none=True)
