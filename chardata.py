@@ -5,7 +5,8 @@
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
     verify_unchanged(corpus)
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        weight = 1 / count if count else 0  # count is 0 on a rank without windows
+        # count: targets of all ranks in this step; but 0 on a rank that has no window
+        weight = 1 / count if count else 0
         for x, y in micro_batches:
             (weight * loss_sum(model, x, y)).backward()
         ...  # sum the gradients over all ranks and update
@@ -99,15 +100,15 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     vocabulary size is `vocab` if given, without a check. Otherwise it is the highest id + 1,
     rounded up to a multiple of 64.
 
-    Files above 1 MiB are memory-mapped, but not with kind "char". Raises ValueError or OSError if a
-    file is damaged, or if a text does not fit the arguments.
+    Files .npy, and other files above 1 MiB, are memory-mapped, but not with kind "char". Raises
+    ValueError or OSError if a file is damaged, or if a text does not fit the arguments.
     """
     stamps = tuple(map(_stamp, files))  # before reading, to notice a change meanwhile
     names = files or ["the default text"]
     arrays = [_read_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
     tokens: Tokens = tuple(filter(len, arrays))
     if not tokens:
-        raise ValueError(f"{names[0]}: is empty (number of data files: {len(names)})")
+        raise ValueError(f"{names[0]}: is empty, as are all data files ({len(names)})")
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]
     if 0 < len(token_files) < len(names):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
@@ -204,10 +205,10 @@ def default_text() -> str:
 
 
 def digest(tokens: Tokens, chars: str = "") -> str:
-    """Return a hash of the data, as 32 hex digits. A resumed run can compare it with its own.
+    """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
-    The same tokens in other files have another hash. Of a large array, only 16 blocks are read: a
-    change between them is not noticed.
+    The hash depends on the type and the length of each array, but not on the names of files. Of a
+    large array, only 16 blocks are read: a change between them is not noticed.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -332,7 +333,7 @@ def steps(
 
     Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. x and y
     overlap in memory: do not write into them. Divide the sum of the losses by `count`, the number
-    of targets in the global batch.
+    of targets in the global batch. (It is 0 on a rank without a window, see below.)
 
     Ranks can have different numbers of micro-batches, at most `accum`. So synchronise gradients
     once per step: with DistributedDataParallel, use no_sync() for all micro-batches but the last.
@@ -344,8 +345,8 @@ def steps(
     the other ranks wait for them.
 
     In an epoch, the inputs of the windows lie end to end, from an offset on. The offset and the
-    order of the windows depend on (seed, epoch). At most 2 * T - 2 tokens, at the two ends, are in
-    no window: other ones in each epoch.
+    order of the windows depend on (seed, epoch). At most 2 * T - 2 tokens at the two ends of the
+    data are in no window of the epoch. Which ones these are depends on the offset.
 
     Raises ValueError if the data has no more than T tokens, or if an id of this rank is not below
     plan.vocab. Other ranks do not notice such an id, and the caller must end them.
@@ -354,15 +355,15 @@ def steps(
     n = num_tokens(tokens)
     epoch_windows = num_windows(n, block_size)
     size = block_size + 1
-    # Row p of a view is the window at position p. The entry of an array that is too short is not
-    # used.
+    # Row p of a view is the window at position p. An array that is too short for a window stands
+    # in this list only to keep the numbering.
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
     # To save calls of numpy, read `ahead` steps at once, about 2**18 tokens.
     ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # `group`, (G, 1): the steps that are read at once, with batch_size windows each, or only
-        # the last, smaller step.
+        # `group`, (G, 1): the numbers in the epoch of the steps that are read at once. All have
+        # batch_size windows, or it is one step: the last, smaller one of the epoch.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)
@@ -409,7 +410,10 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
 
 
 def _gather(tokens: Tokens, views: Tokens, positions: np.ndarray, size: int) -> np.ndarray:
-    """Return the `size` tokens from each of the positions (...) on: (..., size) uint64."""
+    """For each position, return the `size` tokens that begin there.
+
+    positions: any shape (...). Returns (..., size) uint64.
+    """
     begins = np.array([*accumulate(map(len, tokens), initial=0)])
     rows = np.empty((*positions.shape, size), np.uint64)
     # The numbers of the arrays of each row's first and last token

@@ -104,8 +104,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             for optimizer in optimizers
         ],
     }
-    # deepcopy must copy only the tensors that the training uses: `live` has their addresses. The
-    # others are copies already, so they go into the memo.
+    # Some tensors of `state` are still those of the training: `live` has their addresses. The
+    # others are copies already. They go into deepcopy's memo, whose contents it does not copy.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # the local part of a DTensor
@@ -131,17 +131,18 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     Every rank must call this. In a process group, all ranks get the state of rank 0. If this is {},
     nothing changes.
 
-    Moments are all values that an optimizer keeps per parameter, such as the number of steps. They
-    are restored, or deleted if the state has no "optimizers". Settings, such as the learning rate,
-    stay as they are now. Gradients are deleted. Do not use this for SparseAdam, LBFGS, optimizers
-    that keep state in their groups, such as Prodigy, or FSDP if a module has two names.
+    The optimizers get their saved state of each parameter, such as Adam's moments. If the state has
+    no "optimizers", they become as new. Settings, such as the learning rate, stay as they are now.
+    Gradients are deleted. Do not use this for SparseAdam, LBFGS, optimizers that keep state in
+    their groups, such as Prodigy, or FSDP if a module has two names.
 
     ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
-    and moments may be deleted.
+    and the state of the optimizers may be deleted.
     """
     in_group = dist.is_initialized()
     if in_group:
-        # All ranks must send with the same strides, and channels_last has others.
+        # A tensor must have the same strides on all ranks that send and receive it. A channels_last
+        # tensor would not.
         state = tree_map_only(Tensor, Tensor.contiguous, state)
         # All ranks check this outline and raise the same errors. "meta" tensors have no content.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
@@ -156,8 +157,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
-    # This is not torch's set_optimizer_state_dict, which converts moments to the dtype of their
-    # parameter, and replaces the groups by copies in which tuples are lists.
+    # torch's set_optimizer_state_dict would convert moments to the dtype of their parameter, and
+    # replace the groups by copies in which tuples are lists.
     initial = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
     for optimizer, theirs, ours in zip(optimizers, saved, initial):
         for group, named_group in zip(optimizer.param_groups, ours["param_groups"]):
@@ -167,9 +168,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                         key: _place(value, ours["state"][name].pop(key), parameter.device)
                         for key, value in moments.items()
                     }
-    # The model comes last, because torch lets the optimizers take a step: see _check_and_reset_.
-    # torch changes this dict. On other ranks it must be empty: if a module has two names, torch
-    # would load the second name from it. strict=False, because torch sends only one of the names.
+    # The model comes last, because the step in _check_and_reset_ changes the weights if Adam's eps
+    # is 0, for example.
+    # dict(), because torch changes its argument. {} on other ranks than 0, because they have only
+    # "meta" tensors, and torch would load one if a module has two names. strict=False, because
+    # torch sends only one of the two names.
     weights = {} if in_group and dist.get_rank() > 0 else dict(state["model"])
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
@@ -178,10 +181,10 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def _place(value: Any, like: Any, device: torch.device) -> Any:
-    """Return a moment of rank 0 with the device and, with FSDP, the sharding of another one.
+    """Send a moment of rank 0 to all ranks. Return it with the device and sharding of `like`.
 
-    Every rank must call this. value: on other ranks than 0, a tensor on "meta". device: where the
-    process group can send it.
+    Every rank must call this. value: the moment on rank 0; on the others, a tensor on "meta".
+    like: the same moment of a new optimizer. device: is used to send it.
     """
     if not isinstance(value, Tensor):
         return value
@@ -196,9 +199,10 @@ def _place(value: Any, like: Any, device: torch.device) -> Any:
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> State:
-    """Delete gradients and moments. Return the state that a new optimizer gets, as saved ones are.
+    """Make an optimizer as new, and delete gradients. Return its initial state, with names.
 
-    ValueError if the saved moments do not fit. Fused optimizers would compute nonsense with them.
+    saved: the state of the optimizer in the checkpoint. ValueError if it does not fit: a fused
+    optimizer would compute nonsense with it.
     """
     # Without gradients and state, get_optimizer_state_dict lets the optimizer take a step with zero
     # gradients and learning rate 0.
@@ -345,13 +349,11 @@ def newest(
 ) -> tuple[Found | None, dict[str, str]]:
     """Return the newest checkpoint that load() accepts, and {name: reason} of each newer one.
 
-    If load() raises ValueError, or an OSError other than PermissionError, the checkpoint is
-    rejected, and the next lower step is tried. Call set_aside() for each rejected checkpoint:
-    otherwise prune() keeps it in place of a good one. (After a PermissionError, the file may be
-    good.)
+    If load() raises ValueError or OSError, the checkpoint is rejected, and the next lower step is
+    tried. Call set_aside() for each rejected checkpoint: otherwise prune() keeps it in place of a
+    good one. PermissionError, and all other errors of load(), are passed on.
 
-    (None, {}) if there are no checkpoints. ValueError if all are rejected. Other errors of load()
-    are passed on.
+    (None, {}) if there are no checkpoints. ValueError if all are rejected.
     """
     rejected: dict[str, str] = {}
     for entry in reversed(list_checkpoints(folder)):
@@ -375,7 +377,7 @@ def newest(
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """Return the entries that prune() deletes. `entries` must be in the order of steps.
 
-    If several have the lowest loss, only the last of them is kept for it.
+    If several share the lowest loss, the last of them counts as the best.
     """
     rated = [entry for entry in entries if entry.loss is not None]
     best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)

@@ -12,7 +12,7 @@
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
 the processes that `spawn` starts. A rank is one of the processes that train together. If a rank
 fails, the others fail too, because they lose their connection to it. But only the first rank that
-fails prints an error: it notes in a store that all ranks share that it reports.
+fails prints an error: all ranks share a key-value store, in which the first one claims the report.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
-# All other files belong to the user's program.
+# Files under these paths are libraries. All other files belong to the user's program.
 LIBRARY_PATHS = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
@@ -112,17 +112,18 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     ValueError if the launch variables are wrong or the device is not available. ConnectionError if
     not all ranks connect within the timeout.
 
-    If an exception leaves the block on some rank, all ranks end:
+    If a rank fails, because an exception leaves the block or because it is killed, all ranks end:
     - The rank that failed first raises its own exception.
-    - If a rank was lost or killed, another rank raises ConnectionError, which names the ranks that
-      did not answer. Under spawn, the parent process reports the lost rank instead. With NCCL, the
-      other ranks end at the timeout, or torch ends them with SIGABRT.
+    - If a rank was killed or lost, another rank raises ConnectionError, which names the ranks that
+      did not answer. Under spawn, the parent process reports the lost rank instead.
     - If all ranks failed in torch.distributed, one of them raises torch's own exception.
-    - All other ranks raise SystemExit, for which Python prints nothing. Its code is the attribute
-      `exit_code` of the rank's own exception, or 1.
+    - All other ranks raise SystemExit in place of their exception. Python prints nothing for it.
+      The exit code is the attribute `exit_code` of the exception that was replaced, or 1.
+    - With NCCL, ranks that wait in a collective raise nothing. They end at the timeout with exit
+      code 1, or torch ends them with SIGABRT.
 
-    A rank that leaves the block with sys.exit or KeyboardInterrupt is lost for ranks that still use
-    the group. After sys.exit(0) the group is destroyed, after the others not.
+    sys.exit(0) in the block destroys the group. With another code, and after KeyboardInterrupt, the
+    group is not destroyed. In any case, the rank is lost for ranks that still use the group.
 
     After the block, the current GPU, torch's number of threads, and the environment variables
     GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE stay as they were set here.
@@ -170,8 +171,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             exit_request = error
         finally:
             block_ended.set()
-        # The watcher must not read a destroyed group. After 6 seconds, it only waits for a store
-        # that does not answer.
+        # The watcher must not read a destroyed group. If it has not ended after 6 seconds, it waits
+        # for a store that does not answer, and will not read the group.
         futures.wait([watcher], 6)
         if dist.is_initialized():  # The program can have destroyed it.
             dist.destroy_process_group()
@@ -309,11 +310,11 @@ def _watch_ranks(
     This runs in a thread of each rank. It cannot raise an exception in the thread `main`, because
     that waits in a collective.
 
-    An interval is 1/20 of the timeout. In each interval, a rank adds 1 to a counter in the store.
-    It also stores the result and the line where its program is. A rank is stuck if it waits, no
-    collective has started or ended since the last interval, and no rank runs torch.compile. (If a
-    rank has reported an error, all others wait.) A rank that is stuck 20 times in a row ends. The
-    first one prints where each rank is.
+    An interval is 1/20 of the timeout. In each interval, a rank adds 1 to a counter of all ranks in
+    the store, which serves as a clock. It also stores the result and the line where its program is.
+    A rank is stuck if it waits, no collective has started or ended since the last interval, and no
+    rank runs torch.compile. (After a rank has reported an error, all others count as waiting.) A
+    rank that is stuck 20 times in a row ends. The first one prints where each rank is.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
@@ -385,7 +386,7 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
     All ranks must call this function, with the same architecture. All get the weights of rank 0. A
-    wrapped model has the original one as its attribute `module`. Its gradients are lost.
+    wrapped model has the original one as its attribute `module`. Gradients are deleted.
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
     For BatchNorm statistics over all ranks, see torch.nn.SyncBatchNorm.
@@ -399,7 +400,7 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         # After its first backward pass, DDP adds gradients in another order. So a resumed run would
         # round differently. Make that pass now, with gradients of zero. (With
         # find_unused_parameters, DDP keeps the first order.)
-        # This replaces the forward pass. []: expect all gradients.
+        # prepare_for_backward takes the place of the forward pass. []: expect all gradients.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
             zeros = [0.0 * p.sum().real for p in model.parameters() if p.requires_grad]
@@ -449,8 +450,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
 def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
-    All ranks must call this function. The result must be picklable. Otherwise it works like
-    wait_together.
+    All ranks must call this function. The result must be picklable. In all other respects it works
+    like wait_together.
     """
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
@@ -518,10 +519,13 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
         they are killed.
 
-    If all ranks end with the same code, it is returned. Otherwise, if a rank has reported an error
-    through process_group, the code of the rank that failed first is returned, or 1 if a signal
-    killed it. Otherwise ChildProcessError is raised. Its message names the rank that failed or did
-    not end. ValueError on Windows, and if `fn` or `args` are from a notebook.
+    The first of these rules that applies decides the result:
+    - If all ranks end with the same exit code (not by a signal), it is returned.
+    - If SIGINT ended the rank that failed first, 130 is returned.
+    - If a rank has reported an error through process_group, the code of the rank that failed first
+      is returned, or 1 if a signal killed it.
+    - ChildProcessError is raised. Its message names the rank that failed or did not end.
+    ValueError on Windows, and if `fn` or `args` are from a notebook.
     """
     in_notebook = not hasattr(sys.modules["__main__"], "__file__")
     if in_notebook and b"__main__" in pickle.dumps((fn, args)):
@@ -535,8 +539,9 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
     with stop_signals() as stop_requested:
-        # The ranks inherit the blocked signals: a stop signal waits until stop_signals. The
-        # resource tracker unblocks signals when it starts, so it must start before.
+        # The ranks inherit the blocked signals, so that a stop signal waits until a rank calls
+        # stop_signals. The resource tracker of multiprocessing would unblock them when it starts,
+        # so it is started first.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -575,10 +580,10 @@ def _wait_for_ranks(
         if now >= deadline:
             if not code:
                 code = 1
-                problem = f"rank {codes.index(None)} did not end, {timeout:g} s after another had"
+                problem = f"rank {codes.index(None)} had not ended {timeout:g} s after another rank"
             for rank in ranks:
                 rank.kill()
-        # A second SIGTERM could come when the rank no longer catches it.
+        # Only one SIGTERM for each rank: a second could come when the rank no longer catches it.
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)

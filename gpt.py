@@ -118,7 +118,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     dropout: Pass 0.0 in evaluation.
     """
     (B, H, T, D), S = q.shape, k.shape[2]
-    # The backward pass of torch's kernel can be ten times slower than that below (torch 2.13).
+    # Here the backward pass of torch's kernel can be ten times slower than that of the matrix
+    # products at the end of this function (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
     # is_causal is right only for T = S. T = 1 needs no mask.
     if T in (1, S) and not fused_is_slow:
@@ -196,10 +197,11 @@ class GPT(nn.Module):
 
         tokens, targets: (B, T) int64.
         caches: (layers, 2, B, H, S, D), for sampling in evaluation mode. The first S - T positions
-            hold the keys and values of earlier tokens. The call writes those of `tokens` after them
-            and returns only the logits of the last token, (B, 1, V).
+            hold the keys and values of earlier tokens. The call writes the keys and values of
+            `tokens` into the last T positions, and returns only the logits of the last token,
+            (B, 1, V).
         start: position of the first token. With caches, it must be S - T. With gpt2, start + T must
-            be at most block_size. Otherwise the result can be wrong without an error.
+            be at most block_size. Neither rule is checked, and the result would be wrong.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
@@ -237,7 +239,8 @@ def build(
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
-    if min(config[:5]) < 1 or not 0 <= config.dropout < 1:  # up to embd
+    vocab_to_embd = config[:5]
+    if min(vocab_to_embd) < 1 or not 0 <= config.dropout < 1:
         raise ValueError(f"{config}: sizes must be at least 1, and dropout from 0 to below 1")
     if config.embd % config.heads:
         raise ValueError(f"embd {config.embd} is not divisible by heads {config.heads}")
@@ -290,12 +293,13 @@ def compile_(model: GPT) -> None:
     it would be compiled again for each length.
     """
     config = torch._dynamo.config
-    # The rounding must not depend on earlier shapes. After 8, torch would run new ones uncompiled.
+    # After 8 shapes, torch would run further ones uncompiled. These round differently, so the
+    # result would depend on which shapes came first.
     config.recompile_limit = max(64, config.recompile_limit)
     # Under DistributedDataParallel, torch would cut large graphs into pieces.
     config.optimize_ddp = False
     for block in model.blocks:
-        # By default, torch would make a general graph at the second shape.
+        # By default, torch would make a graph for dynamic shapes at the second shape.
         block.compile(dynamic=False)
 
 
@@ -304,7 +308,8 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
 
     "matrices" are the weights of linear layers in the blocks. "embeddings" are those of the
     embeddings and the output layer. "vectors" are biases and norm weights. A group can be empty.
-    Pass the GPT itself: of a wrapper, all matrices would be "embeddings".
+    Pass the GPT itself. In a wrapper such as DistributedDataParallel, the names do not begin with
+    "blocks.", so every matrix would be in "embeddings".
     """
     kinds: dict[str, list[nn.Parameter]] = {"embeddings": [], "matrices": [], "vectors": []}
     for name, parameter in model.named_parameters():
@@ -331,7 +336,8 @@ def sample(
     prompt: (B, T) int64, or (T,). Only the last block_size tokens are used.
     temperature, top_k: see sample_token.
     Yields the next token of each prompt, (B,) int64, on the device of the model. B is 1 for (T,).
-    torch's global generator is used. ValueError in training mode.
+    torch's global generator is used. ValueError, at the first next(), in training mode
+    or for an empty prompt.
 
     When the context exceeds block_size tokens, only its last ceil(block_size / 2) are kept.
     """
@@ -356,7 +362,7 @@ def sample(
         context, start = torch.cat((context, tokens[:, None]), 1), end
         yield tokens
         if end == config.block_size:
-            context, start = context[:, end // -2 :], 0  # rounds up
+            context, start = context[:, end // -2 :], 0  # the last ceil(end / 2) tokens
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:

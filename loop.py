@@ -85,11 +85,12 @@ def train_(
 
     start: number of steps that an earlier run has done. `steps` must begin after these.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
-        the global batch. All ranks need the same number of steps. Their numbers of micro-batches
-        may differ, unless the forward pass communicates, as with SyncBatchNorm. A rank without data
-        passes any micro-batch and declares 0. This micro-batch is not part of the global batch, but
-        changes BatchNorm statistics. Its loss must be finite.
-    loss_fn: with class weights, the count is the sum of the weights.
+        the global batch, or 0 on a rank without data. Such a rank passes any micro-batch, which is
+        not part of the global batch. The micro-batch gets the weight 0, so its loss must be finite
+        (0 * inf is NaN), and it changes BatchNorm statistics. All ranks need the same number of
+        steps. Their numbers of micro-batches may differ, unless the forward pass communicates, as
+        with SyncBatchNorm.
+    loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
     lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
         becomes this factor times its "initial_lr". If that is missing, it is set to "lr". With
         None, a torch scheduler can set "lr". To resume such a run, make the scheduler, load its
@@ -102,14 +103,14 @@ def train_(
     stop: is called once per step. If it returns true on any rank, report.stop is true on all.
     patience: a step whose loss or gradient norm is not finite changes no weight and no optimizer
         state on any rank. After `patience` such steps in a row, train_ raises Diverged.
-    sync_each: False: only the last backward pass of a step synchronises gradients. The model needs
-        a method no_sync, as DDP has it. True: each backward pass synchronises. All ranks then need
-        the same number of micro-batches: see pad_steps in extras/fsdp.py. train_ then does not
-        check that the model is wrapped.
+    sync_each: False: only the last backward pass of a step synchronises gradients. With several
+        ranks, the model needs a method no_sync, as DDP has it. True: each backward pass
+        synchronises. All ranks then need the same number of micro-batches: see pad_steps in
+        extras/fsdp.py. train_ then does not check that the model is wrapped.
 
     ValueError: the declared count is not what loss_fn counted. Discard the model, because its
-    update was wrong. If only some ranks raise an error, the others wait for them. So a rank that
-    raised should end.
+    update was wrong. If only some ranks raise an error, the others wait in a collective until the
+    processes of these ranks end.
 
     On CUDA, report.stop, Diverged and this ValueError come one step late. Errors of the last step
     are raised when `steps` ends, so a caller that uses break does not get them. An optimizer
@@ -125,13 +126,15 @@ def train_(
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
-    # Functions that read the flags of a step. On CUDA, each step calls that of the step before.
+    # Each function checks the count, the requests to stop and the bad steps after one step. On
+    # CUDA, each step calls the function of the step before.
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
         if lr_at is not None:
             for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
-                # float(): torch.load(weights_only=True) would refuse a number of numpy.
+                # float(), because a checkpoint with a NumPy number could not be loaded with
+                # weights_only=True.
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * float(lr_at(step))
         weight = world_size / total if total else 0.0
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -236,13 +239,13 @@ def _update_(
     if clip < math.inf:
         clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
-        # A fused optimizer skips the update on the device, so the host need not wait. But torch's
-        # fused SGD must not skip its first step: its momentum buffer would not be initialised.
+        # A fused optimizer can skip the update on the device, so that the host need not wait. But
+        # if fused SGD skipped its first step there, its momentum buffer would not be initialised.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             setattr(optimizer, "found_inf", (~finite).float())
             optimizer.step()
-            # Otherwise optimizer.step() would skip for other callers too.
+            # A later optimizer.step() of another caller must not skip.
             delattr(optimizer, "found_inf")
         elif finite:
             optimizer.step()
@@ -264,7 +267,8 @@ def evaluate(
 
     All ranks must call it. Their numbers of batches may differ or be 0. With FSDP2 they must be
     equal: see pad_batches in extras/fsdp.py.
-    stop: is called repeatedly. If it returns true on any rank, all ranks return None.
+    stop: is called once per batch, and also while only other ranks have batches. If it returns true
+        on any rank, all ranks return None. (On CUDA, a request after the last batch has no effect.)
 
     It runs the model in evaluation mode and restores the earlier modes. With DDP, all ranks first
     get the buffers of rank 0, unless broadcast_buffers is False.
@@ -281,7 +285,8 @@ def evaluate(
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
     no_batch = object()
-    # As in train_: a rank has a batch, none stops.
+    # On CUDA, flags are read one round late. The first read gives these: one rank has a batch, none
+    # stops.
     unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
@@ -339,8 +344,8 @@ def group_batches(
     if accum < 1:
         raise ValueError(f"accum is {accum}; must be at least 1")
     spare: list[Any] = []
-    # own_steps never ends. pairwise starts the next all-reduce before a step runs, so the host does
-    # not wait for the step.
+    # own_steps never ends. pairwise reads one item ahead. So on CUDA, the all-reduce of the next
+    # step is queued before the passes of this step, and read() does not wait for these.
     for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:
@@ -394,9 +399,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
-    """Return a factor for the learning rate in step 0, 1, ...: linear warm-up, then linear decay.
+    """Return the factor for the learning rate in a step: linear warm-up, then linear decay.
 
-    The decay would reach `floor` at step `total`.
+    step: from 0 on. The last step is total - 1. The factor is `floor` at step == total.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))

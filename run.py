@@ -5,7 +5,7 @@ python run.py                                   train on a default text, in less
 python run.py --data mine.txt --spawn 4         four processes on this machine
 torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
-python run.py eval --data other.txt             print its exact loss on a text
+python run.py eval --data other.txt             print the checkpoint's exact loss on a text
 
 Read `train` first. It uses the modules ddp_setup, chardata, gpt, loop and ckpt, which do not import
 each other. The files in extras/ are optional.
@@ -126,9 +126,7 @@ class Flags:
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
-    embedding_lr: float = option(
-        2.0, "With muon: AdamW's learning rate is --lr times this.", POSITIVE
-    )
+    embedding_lr: float = option(2.0, "With muon: factor on --lr for what AdamW trains.", POSITIVE)
     momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
     min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
@@ -195,10 +193,10 @@ def train(flags: Flags, given: set[str]) -> int:
     given: the names of the flags that the user set.
     """
     with (
-        usage_errors(),  # of process_group
+        usage_errors(),  # errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # of the body, because process_group needs their exit code
+        usage_errors(),  # errors of the body: process_group must see their exit code
     ):
         rank0 = world.rank == 0  # It alone prints and writes, except sharded checkpoints.
         # Ranks with different flags would train different runs. Only paths may differ.
@@ -210,8 +208,8 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads the state to start from. wait_together has no timeout. All ranks get `saved`,
-        # the state without its large parts.
+        # Rank 0 reads the state to start from. This may take longer than --timeout, hence
+        # wait_together. All ranks get `saved`, the state without its large parts.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -249,7 +247,7 @@ def train(flags: Flags, given: set[str]) -> int:
             )
         peak_flops = machine.get("peak_flops", math.nan)
 
-        # For zero and fsdp, shard_ makes the weights.
+        # With the seed None, the model has no weights. For zero and fsdp, shard_ makes them.
         seed = flags.seed if flags.strategy == "ddp" else None
         model = build_model(config, seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
@@ -273,7 +271,7 @@ def train(flags: Flags, given: set[str]) -> int:
         steps = chardata.steps(
             plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
         )
-        if flags.strategy == "fsdp":  # All ranks need equally many micro-batches.
+        if flags.strategy == "fsdp":  # It communicates per micro-batch, zero only per step.
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         elif flags.strategy == "ddp":
             with suppress(FileNotFoundError):  # to name a slow rank
@@ -314,7 +312,7 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # The latest save and its deadline. The first save does nothing.
+        # The latest save and its deadline. Until there is one, a call that does nothing.
         pool = ThreadPoolExecutor(1)
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
@@ -325,7 +323,8 @@ def train(flags: Flags, given: set[str]) -> int:
 
         gc.freeze()  # Never collect what exists now. main() disabled garbage collection.
         gc.enable()
-        # The state at the last record. The time of evaluations and saves is added to logged_at.
+        # Tokens and time at the last record. logged_at is moved forward by the duration of
+        # evaluations and saves, so that tokens_per_s leaves them out.
         logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
         try:
             for step, report in training:
@@ -350,10 +349,11 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # Without a finite loss and gradient, a step changes no weight. With --keep, a save
-                # would only delete an older checkpoint.
+                # A step whose loss or gradient is not finite has changed no weight. A checkpoint of
+                # the same weights would only make --keep delete an older one.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # Before an evaluation or a save, float() or isfinite() has waited for the device.
+                # If an evaluation or a save follows, float() or isfinite() has waited for the
+                # device on rank 0. So the pause has no training in it.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -391,7 +391,7 @@ def train(flags: Flags, given: set[str]) -> int:
             wait_for_saves()
             raise
         except Exception:
-            wait_for_save(*writing)  # Other ranks may have no error.
+            wait_for_save(*writing)  # alone, because other ranks may have no error
             raise
         ended = may_save and wait_for_saves()
         failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
@@ -468,7 +468,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
 def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     """Read the data that the flags name, as tokens.
 
-    chars: the characters or the tokenizer.json of the checkpoint; "" without one.
+    chars: of the checkpoint, the characters or the text of tokenizer.json; "" without a checkpoint.
     """
     tokenizer = flags.tokenizer
     files: list[str] = []  # the default text
@@ -494,7 +494,7 @@ def load_data(
     corpus = ddp_setup.wait_together(lambda: read_corpus(flags, given, chars), world)
     digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
     with usage_errors(f"--data {flags.data or '(default text)'}: "):
-        # process_group also ends the ranks without an error.
+        # Only ranks that differ raise this. process_group ends the others too.
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
         kind = saved["vocabulary"]["kind"] if saved else corpus.kind
@@ -526,7 +526,7 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    # zero and fsdp need equally many batches on all ranks.
+    # zero and fsdp communicate per batch: all ranks need equally many.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
@@ -548,7 +548,8 @@ def build_model(config: gpt.Config, seed: int | None, checkpoint_activations: bo
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the flags name.
 
-    one_machine: whether the ranks divide the work of Muon. Between machines, this would be slower.
+    one_machine: whether all ranks are on one machine. Only then do they divide the work of Muon,
+    because between machines this would be slower.
     """
     groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
     muon: list[torch.optim.Optimizer] = []
@@ -605,7 +606,7 @@ def prepare_folder(
         raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
     lock: object = storage.lock(out)
-    # Before the lock, another run may have written.
+    # Another run may have written before this one had the lock.
     if any(e.step > step and e.name not in rejected for e in storage.list_checkpoints(out)):
         raise ValueError("another run has just written to it; start again to continue from there")
     for name, reason in rejected.items():
@@ -684,7 +685,7 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 def usage_errors(subject: str = "") -> Iterator[None]:
     """Raise click.UsageError for errors about values, files and packages.
 
-    To see the traceback of a ValueError, replace the body by `yield`.
+    To see the traceback of a ValueError, replace this function's body by `yield`.
     """
     try:
         yield
@@ -768,7 +769,7 @@ def sample(
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
-    # The first text is printed while all are generated.
+    # All texts are generated together. The first is printed meanwhile, the others afterwards.
     for row, batches in enumerate(tee(generated, num_samples)):
         if row:
             click.echo("-" * 20)
@@ -783,8 +784,7 @@ def sample(
 @DEVICE
 @click.option("--data", type=PATH, help="As in training.  [default: its validation data]")
 def evaluate(out: str, device: str, data: str | None) -> None:
-    """Print the exact mean loss of the newest checkpoint over all tokens of a text except the
-    first.
+    """Print the exact mean loss of the newest checkpoint over a text: all its tokens but the first.
 
     \b
       python run.py eval --data other.txt
@@ -885,7 +885,7 @@ def main() -> None:
             with usage_errors(), suppress(FileNotFoundError):
                 extra("slurm").set_launch_env_(os.environ)
         code = cli.main(standalone_mode=False) or DONE
-    except SystemExit as error:  # Another rank reports the error.
+    except SystemExit as error:  # of process_group, because another rank reports the error
         code = error.code if isinstance(error.code, int) else FAILED
     except click.Abort:  # Ctrl-C in commands like sample
         code = 130
@@ -893,14 +893,15 @@ def main() -> None:
         say("Error: " + " ".join(error.format_message().split()), error=True)
         code = error.exit_code
     except (OSError, FloatingPointError) as error:
-        # A rank was lost, output failed, training diverged, or replicas differ.
+        # OSError: a rank was lost or killed, or the output of a command cannot be written.
+        # FloatingPointError: the training diverged, or the replicas differ.
         say(f"Error: {error}", error=True)
     except Exception as error:
         text = f"{error!r}\n{traceback.format_exc()}"
         with suppress(FileNotFoundError):
             text = extra("hints").one_line(error) or text
         say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
-    # os._exit does not wait for a save that hangs. It would skip atexit and the flush.
+    # os._exit ends the process even if a save hangs. But it skips atexit and the flush.
     atexit._run_exitfuncs()
     with suppress(OSError):
         sys.stdout.flush()

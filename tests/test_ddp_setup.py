@@ -574,7 +574,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_other_rank_ends(runs):
 def test_a_rank_that_hangs_after_another_has_ended_is_killed_and_named(runs):
     ended = runs("never_ends")
     assert ended.codes == [1] and ended.lines() == [
-        "spawn: rank 1 did not end, 3 s after another had"
+        "spawn: rank 1 had not ended 3 s after another rank"
     ]
 
 
