@@ -5,7 +5,7 @@
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
     verify_unchanged(corpus)
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        # count: targets of all ranks in this step; but 0 on a rank that has no window
+        # count: number of targets in the global batch. A rank without a window gets 0: see steps.
         weight = 1 / count if count else 0
         for x, y in micro_batches:
             (weight * loss_sum(model, x, y)).backward()
@@ -14,7 +14,7 @@
 DistributedDataParallel averages the gradients: with it, use world_size * weight.
 
 - A *token* is an unsigned integer, also called id. `Tokens` has one array of tokens per data file.
-  A window can begin in one array and end in the next.
+  A window can continue over the ends of arrays.
 - A *window* is `block_size` inputs and as many targets. The target of an input is the token after
   it.
 - A *global batch* is the windows of all ranks in one optimizer step: `batch_size` windows, or fewer
@@ -22,7 +22,8 @@ DistributedDataParallel averages the gradients: with it, use world_size * weight
 - An *epoch* is one pass over the windows, each exactly once, in a new order. Steps are counted from
   0 through all epochs.
 
-Nothing is communicated. To resume a run, only the plan and the number of the next step are needed.
+This module does not communicate between ranks. To resume a run, only the plan and the number of
+the next step are needed.
 """
 
 import codecs
@@ -97,18 +98,19 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
 
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
     llm.c) always have kind "ids". A .bin of another type can be misread: write .npy instead. The
-    vocabulary size is `vocab` if given, without a check. Otherwise it is the highest id + 1,
-    rounded up to a multiple of 64.
+    vocabulary size is `vocab` if given, and ids are not compared with it. Otherwise it is the
+    highest id + 1, rounded up to a multiple of 64.
 
-    Files .npy, and other files above 1 MiB, are memory-mapped, but not with kind "char". Raises
-    ValueError or OSError if a file is damaged, or if a text does not fit the arguments.
+    Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Kind "char" is in
+    memory. Raises ValueError or OSError if a file is damaged, or if a text has a character that is
+    not in `chars`, or another vocabulary size than `vocab`.
     """
     stamps = tuple(map(_stamp, files))  # before reading, to notice a change meanwhile
     names = files or ["the default text"]
     arrays = [_read_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
     tokens: Tokens = tuple(filter(len, arrays))
     if not tokens:
-        raise ValueError(f"{names[0]}: is empty, as are all data files ({len(names)})")
+        raise ValueError(f"{names[0]}: is empty, as all {len(names)} data files are")
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]
     if 0 < len(token_files) < len(names):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
@@ -168,7 +170,7 @@ def _read_file(name: str) -> np.ndarray:
         # GPT-2 does not have.
         if magic in (20240520, 20240801):
             start = 1024
-        else:  # only an odd number of bytes is an error
+        else:  # No header: below, only an odd number of bytes is an error.
             version, count = 1, size // 2
         if version != 1 or size != start + 2 * count:
             raise ValueError(
@@ -260,7 +262,7 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
         return np.array(numbers, np.uint32)
     if unknown := set(characters([text])) - set(chars):
         at = min(map(text.index, unknown))
-        raise ValueError(f"character {text[at]!r} at {at} is not among the {len(chars)} in chars")
+        raise ValueError(f"character {text[at]!r} at {at} is not one of the {len(chars)} in chars")
     # max, because `chars` can be empty.
     table = np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
     table[list(map(ord, chars))] = range(len(chars))
@@ -344,9 +346,10 @@ def steps(
     substitute micro-batch. They must run forward and backward on it too, with the weight 0, because
     the other ranks wait for them.
 
-    In an epoch, the inputs of the windows lie end to end, from an offset on. The offset and the
-    order of the windows depend on (seed, epoch). At most 2 * T - 2 tokens at the two ends of the
-    data are in no window of the epoch. Which ones these are depends on the offset.
+    In an epoch, the windows divide the data, from an offset on, into pieces of T inputs without
+    gaps. They are used in random order. Offset and order depend on (seed, epoch). At most 2 * T - 2
+    tokens at the two ends of the data are in no window of the epoch. Which ones these are depends
+    on the offset.
 
     Raises ValueError if the data has no more than T tokens, or if an id of this rank is not below
     plan.vocab. Other ranks do not notice such an id, and the caller must end them.
@@ -362,8 +365,8 @@ def steps(
     ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # `group`, (G, 1): the numbers in the epoch of the steps that are read at once. All have
-        # batch_size windows, or it is one step: the last, smaller one of the epoch.
+        # `group`, (G, 1): the steps that are read at once, counted from the start of the epoch.
+        # Either each of them has batch_size windows, or G = 1 and it is the last, smaller step.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)
@@ -398,8 +401,9 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
     whole = windows * block_size
-    # Equal batches give the ranks similar work. Batch k has the targets at positions edges[k] + 1
-    # to edges[k + 1]. max, because there may be no whole window.
+    # Batches of about equal size give the ranks similar work. max_batches counts those of whole
+    # windows; a shorter window can follow. Batch k has the targets at positions edges[k] + 1 to
+    # edges[k + 1]. max, because there may be no whole window.
     max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
     targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
     edges = sorted({*range(0, whole, targets_per_batch), whole, targets})
@@ -416,7 +420,7 @@ def _gather(tokens: Tokens, views: Tokens, positions: np.ndarray, size: int) -> 
     """
     begins = np.array([*accumulate(map(len, tokens), initial=0)])
     rows = np.empty((*positions.shape, size), np.uint64)
-    # The numbers of the arrays of each row's first and last token
+    # For each row, the index of the array with its first token, and with its last token
     first, last = np.searchsorted(begins, [positions, positions + size - 1], "right") - 1
     place = positions - begins[first]
     for k in np.unique(first[first == last]):  # rows that lie in one array

@@ -105,7 +105,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
         ],
     }
     # Some tensors of `state` are still those of the training: `live` has their addresses. The
-    # others are copies already. They go into deepcopy's memo, whose contents it does not copy.
+    # others are copies already. deepcopy does not copy what is in its memo, so they go there.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # the local part of a DTensor
@@ -134,15 +134,16 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     The optimizers get their saved state of each parameter, such as Adam's moments. If the state has
     no "optimizers", they become as new. Settings, such as the learning rate, stay as they are now.
     Gradients are deleted. Do not use this for SparseAdam, LBFGS, optimizers that keep state in
-    their groups, such as Prodigy, or FSDP if a module has two names.
+    their groups, such as Prodigy, or FSDP if the model has one module under two names.
 
-    ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
-    and the state of the optimizers may be deleted.
+    ValueError on every rank if the state does not fit. The model is then unchanged (unless a step
+    with the learning rate 0 and zero gradients changes it, as Adam's does with eps=0), but
+    gradients and the state of the optimizers may be deleted.
     """
     in_group = dist.is_initialized()
     if in_group:
-        # A tensor must have the same strides on all ranks that send and receive it. A channels_last
-        # tensor would not.
+        # A tensor must have the same strides on all ranks. A channels_last tensor would have others
+        # where it is sent than where it is received.
         state = tree_map_only(Tensor, Tensor.contiguous, state)
         # All ranks check this outline and raise the same errors. "meta" tensors have no content.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
@@ -170,9 +171,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                     }
     # The model comes last, because the step in _check_and_reset_ changes the weights if Adam's eps
     # is 0, for example.
-    # dict(), because torch changes its argument. {} on other ranks than 0, because they have only
-    # "meta" tensors, and torch would load one if a module has two names. strict=False, because
-    # torch sends only one of the two names.
+    # dict(), because torch changes its argument. Other ranks than 0 have only "meta" tensors. They
+    # pass {}: torch would load a "meta" tensor if the model has one module under two names. It
+    # sends only one of the two names, hence strict=False.
     weights = {} if in_group and dist.get_rank() > 0 else dict(state["model"])
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
@@ -256,7 +257,8 @@ def save(
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # torch.save hides an OSError in __context__. But this can also be `handled`.
+            # torch.save hides an OSError in __context__. But if the caller is handling an error,
+            # __context__ can also be that one.
             context = error.__context__
             raise context if isinstance(context, OSError) and context is not handled else error
         file.flush()
@@ -295,7 +297,7 @@ def _read_state(path: str | Path, device: str) -> Any:
     except Exception as error:
         # EINVAL means a truncated file.
         disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
-        # "emory" is in torch's RuntimeError and in "MemoryError".
+        # This finds "memory" in torch's RuntimeError and "Memory" in MemoryError.
         no_memory = isinstance(error, (RuntimeError, MemoryError)) and "emory" in repr(error)
         if disk_failed or no_memory:  # The file may be good.
             raise
@@ -332,7 +334,7 @@ def parse_names(names: Iterable[str]) -> list[Entry]:
 
 
 def list_checkpoints(folder: str) -> list[Entry]:
-    """Return the checkpoints in a folder, lowest step first. Damaged ones are included.
+    """Return the checkpoints in a folder, lowest step first. No file is read.
 
     Without a folder, the list is empty.
     """
@@ -350,8 +352,9 @@ def newest(
     """Return the newest checkpoint that load() accepts, and {name: reason} of each newer one.
 
     If load() raises ValueError or OSError, the checkpoint is rejected, and the next lower step is
-    tried. Call set_aside() for each rejected checkpoint: otherwise prune() keeps it in place of a
-    good one. PermissionError, and all other errors of load(), are passed on.
+    tried. Call set_aside() for each rejected checkpoint, which only renames it: otherwise prune()
+    counts it as one to keep, and deletes a good one. PermissionError, and all other errors of
+    load(), are passed on.
 
     (None, {}) if there are no checkpoints. ValueError if all are rejected.
     """
@@ -392,7 +395,11 @@ def prune(folder: str, keep: int) -> None:
 
 
 def remove(folder: str, name: str) -> None:
-    """Delete the file of a checkpoint, if it exists. A folder is only renamed: see set_aside()."""
+    """Delete the file of a checkpoint, if it exists.
+
+    A sharded checkpoint, which is a folder, is not deleted: it only gets the ending ".damaged".
+    extras/sharded.py has functions that delete it.
+    """
     path = Path(folder, name)
     if path.is_dir():
         set_aside(folder, name)

@@ -104,26 +104,27 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         of a machine gets GPU i. On a CPU, this sets torch's number of threads. The backend is NCCL
         for CUDA, else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
-        code 1, without an exception, and one of these ranks prints in which line of the program
-        each rank is. Use wait_together for work that may take longer. While a rank runs
+        code 1, without an exception. One such rank prints, for every rank, the line where its
+        program is. Use wait_together for work that may take longer. While a rank runs
         torch.compile, the others wait up to twice the timeout. Waiting in
-        torch.distributed.new_group, recv or monitored_barrier is not noticed.
+        torch.distributed.new_group, recv or monitored_barrier is not covered.
 
     ValueError if the launch variables are wrong or the device is not available. ConnectionError if
-    not all ranks connect within the timeout.
+    not all ranks connect to the store within the timeout.
 
-    If a rank fails, because an exception leaves the block or because it is killed, all ranks end:
+    If a rank is killed, or if an exception other than SystemExit and KeyboardInterrupt leaves the
+    block, all ranks end:
     - The rank that failed first raises its own exception.
     - If a rank was killed or lost, another rank raises ConnectionError, which names the ranks that
       did not answer. Under spawn, the parent process reports the lost rank instead.
     - If all ranks failed in torch.distributed, one of them raises torch's own exception.
     - All other ranks raise SystemExit in place of their exception. Python prints nothing for it.
-      The exit code is the attribute `exit_code` of the exception that was replaced, or 1.
-    - With NCCL, ranks that wait in a collective raise nothing. They end at the timeout with exit
-      code 1, or torch ends them with SIGABRT.
+      The exit code is 1. For another code, give your exception class an attribute `exit_code`.
+    But with NCCL, a rank that waits in a collective raises nothing: it ends at the timeout with
+    exit code 1, or torch ends it with SIGABRT.
 
-    sys.exit(0) in the block destroys the group. With another code, and after KeyboardInterrupt, the
-    group is not destroyed. In any case, the rank is lost for ranks that still use the group.
+    After sys.exit or KeyboardInterrupt, this rank is lost for ranks that still use the group. Only
+    sys.exit(0) destroys the group.
 
     After the block, the current GPU, torch's number of threads, and the environment variables
     GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE stay as they were set here.
@@ -171,8 +172,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             exit_request = error
         finally:
             block_ended.set()
-        # The watcher must not read a destroyed group. If it has not ended after 6 seconds, it waits
-        # for a store that does not answer, and will not read the group.
+        # The watcher must not read a destroyed group. If it still runs after 6 seconds, it must be
+        # waiting for a store that does not answer, and will not read the group any more.
         futures.wait([watcher], 6)
         if dist.is_initialized():  # The program can have destroyed it.
             dist.destroy_process_group()
@@ -181,8 +182,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         _choose_reporter(error, env, store)
         raise
     finally:
-        # Release the GIL, which a thread of gloo needs after the last collective. If Python shuts
-        # down first, the process aborts (torch 2.13; github.com/pytorch/pytorch/pull/179291).
+        # This releases the GIL, which a thread of gloo needs after the last collective. If Python
+        # shuts down before, the process aborts (github.com/pytorch/pytorch/pull/179291, in 2.13).
         time.sleep(0.1)
     if exit_request:
         raise exit_request
@@ -230,7 +231,7 @@ def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
     while another rank has already connected for the next one.
     """
     try:
-        # rendezvous reads the address from the environment.
+        # rendezvous reads the address from the environment itself.
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         # torchrun keeps all keys of its store when it restarts the ranks. So each start needs its
         # own prefix.
@@ -247,7 +248,8 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 
     Rank 0 chooses the id. Each other rank writes a random word and waits for the reply to it. Rank
     0 can find an old word, from before a restart, so it replies until each rank confirms the id.
-    TORCHELASTIC_RESTART_COUNT can differ between machines (PyTorch issues 108158 and 135712).
+    TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
+    issues 108158 and 135712).
     """
     end = time.monotonic() + timeout
     if env.rank:
@@ -310,8 +312,8 @@ def _watch_ranks(
     This runs in a thread of each rank. It cannot raise an exception in the thread `main`, because
     that waits in a collective.
 
-    An interval is 1/20 of the timeout. In each interval, a rank adds 1 to a counter of all ranks in
-    the store, which serves as a clock. It also stores the result and the line where its program is.
+    An interval is 1/20 of the timeout. In each interval, a rank adds 1 to a counter in the store,
+    which all ranks share as a clock. It also stores the new count and the line of its program.
     A rank is stuck if it waits, no collective has started or ended since the last interval, and no
     rank runs torch.compile. (After a rank has reported an error, all others count as waiting.) A
     rank that is stuck 20 times in a row ends. The first one prints where each rank is.
@@ -330,7 +332,8 @@ def _watch_ranks(
         program = (
             f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARY_PATHS)
         )
-        # Search for ('FILE', LINE, 'FUNCTION'). The function "<module>" is only an import.
+        # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION'). "<module>" does not count:
+        # there the file is only being imported.
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
         groups = json.loads(dump(False, True))["pg_status"].values()
@@ -342,7 +345,7 @@ def _watch_ranks(
             waiting = not all(entry["retired"] for entry in entries)
         waiting = waiting or not joined.is_set()
         count = 0
-        with suppress(dist.DistError):  # The store can end with rank 0.
+        with suppress(dist.DistError):  # The store is gone if it was that of rank 0.
             count = store.add("counter", 1)
             store.set(keys[env.rank], json.dumps([count, next(program, "a library")]))
             numbers.append((store.add("compiled", compiles), 0))  # changes if a rank compiles
@@ -386,7 +389,7 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
     All ranks must call this function, with the same architecture. All get the weights of rank 0. A
-    wrapped model has the original one as its attribute `module`. Gradients are deleted.
+    wrapped model has the original one as its attribute `module`. Existing gradients can be deleted.
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
     For BatchNorm statistics over all ranks, see torch.nn.SyncBatchNorm.
@@ -430,8 +433,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     Use it for slow work, such as reading large files: here the timeout of process_group does not
     apply. If a call hangs, all ranks wait.
 
-    With several ranks, the call runs in a second thread. It must not use torch.distributed. It must
-    itself set what torch keeps per thread: torch.no_grad(), autocast, and the current GPU.
+    With several ranks, the call runs in a second thread. The call must not use torch.distributed.
+    It must itself set what torch keeps per thread: torch.no_grad(), autocast, and the current GPU.
     """
     if world.size == 1:
         return call()
@@ -473,8 +476,9 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
-    Only the main thread can use this function. Signals that were blocked are unblocked. Of two
-    nested blocks, only the inner one notices a signal; spawn uses such a block too.
+    Only the main thread can use this function. If these signals were blocked, they are unblocked
+    and stay so. Of two nested `with` blocks, only the inner one notices a signal. So a block around
+    spawn notices nothing, because spawn has its own.
     """
     received, owner = list[int](), os.getpid()
 
@@ -516,12 +520,12 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     After a stop signal, this process sends SIGTERM to all ranks and continues to wait. A second
     SIGINT ends it with exit code 130. If this process dies, Linux kills its ranks.
 
-    timeout: seconds that the other ranks may continue after the first rank has ended with 0. Then
-        they are killed.
+    timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
+        are killed.
 
     The first of these rules that applies decides the result:
     - If all ranks end with the same exit code (not by a signal), it is returned.
-    - If SIGINT ended the rank that failed first, 130 is returned.
+    - If the rank that failed first ended with 130, as after Ctrl-C, 130 is returned.
     - If a rank has reported an error through process_group, the code of the rank that failed first
       is returned, or 1 if a signal killed it.
     - ChildProcessError is raised. Its message names the rank that failed or did not end.
@@ -606,7 +610,7 @@ def _run_rank(
         MASTER_PORT=f"{port}",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # of a torchrun that started the parent
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # can be that of the parent's torchrun
     try:
         fn(*args)
     except KeyboardInterrupt:  # torch would exit with 0.
@@ -617,7 +621,10 @@ def _run_rank(
 
 
 def _die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends (Linux only). Exit if it has ended."""
+    """Make the kernel kill this process when its parent ends (Linux only).
+
+    If the parent has already ended, exit now.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG.
     if os.getppid() != parent:

@@ -48,7 +48,7 @@ class Arch(NamedTuple):
     rotary: bool  # True: rotary positions, normalised queries and keys. False: learned positions
     bias: bool  # linear layers in the blocks have a bias
     tied_head: bool  # the output layer shares the embedding's weights
-    zero_branches: bool  # `out` and `down` start with zero weights
+    zero_branches: bool  # the last layers of both branches, Block.out and Block.down, start as 0
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ def rms_norm(x: Tensor) -> Tensor:
 def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
     """Compute the cosines and sines of the rotary angles for `count` positions from `start` on.
 
-    half: D / 2. Pair i turns by 10000 ** (-i / half) radians per position.
+    half: D / 2. Pair i, the dimensions (i, i + half), turns by 10000 ** (-i / half) radians per
+        position.
     Returns (2, count, half), first the cosines, with dtype and device of `like`.
     """
     rates = 10000.0 ** (-torch.arange(half, device=like.device) / half)
@@ -118,7 +119,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     dropout: Pass 0.0 in evaluation.
     """
     (B, H, T, D), S = q.shape, k.shape[2]
-    # Here the backward pass of torch's kernel can be ten times slower than that of the matrix
+    # For these, the backward pass of torch's kernel can be ten times slower than that of the matrix
     # products at the end of this function (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
     # is_causal is right only for T = S. T = 1 needs no mask.
@@ -201,7 +202,7 @@ class GPT(nn.Module):
             `tokens` into the last T positions, and returns only the logits of the last token,
             (B, 1, V).
         start: position of the first token. With caches, it must be S - T. With gpt2, start + T must
-            be at most block_size. Neither rule is checked, and the result would be wrong.
+            be at most block_size. If not, the result can be wrong without an error.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
@@ -263,7 +264,7 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
 
     shape: of the whole parameter, not of a rank's part.
     """
-    # Norm weights are 1 (True), and biases are 0.
+    # Norm weights are filled with True, that is 1, and biases with 0. Matrices are drawn below.
     weight = torch.full(shape, name.endswith("weight"), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         std = 0.02
@@ -333,13 +334,13 @@ def sample(
 ) -> Iterator[Tensor]:
     """Generate tokens without end, for one prompt or a batch.
 
-    prompt: (B, T) int64, or (T,). Only the last block_size tokens are used.
+    prompt: (B, T) int64, or (T,). A long one is first cut to its last block_size tokens.
     temperature, top_k: see sample_token.
     Yields the next token of each prompt, (B,) int64, on the device of the model. B is 1 for (T,).
     torch's global generator is used. ValueError, at the first next(), in training mode
     or for an empty prompt.
 
-    When the context exceeds block_size tokens, only its last ceil(block_size / 2) are kept.
+    Whenever prompt and new tokens exceed block_size, only the last ceil(block_size / 2) are kept.
     """
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before")

@@ -13,12 +13,12 @@
 
 The loss function returns the sum of the losses in a micro-batch, not their mean, and the count of
 these losses (rows or tokens). The global batch of a step is all micro-batches of all ranks. Each
-rank back-propagates sum * world_size / (count of the global batch). DDP and FSDP average over the
+rank back-propagates sum * world_size / (count of the global batch). DDP and FSDP2 average over the
 ranks, so the result is the exact mean gradient of the global batch.
 
 Everything also works without a process group. In a process group, all ranks must call the same
 functions in the same order. Wrap the model in DistributedDataParallel (DDP) or FSDP2 (torch's
-fully_shard), not in FullyShardedDataParallel. With FSDP2, call train_ with sync_each=True.
+fully_shard), not in the older FullyShardedDataParallel. For FSDP2, train_ needs sync_each=True.
 """
 
 import hashlib
@@ -85,16 +85,16 @@ def train_(
 
     start: number of steps that an earlier run has done. `steps` must begin after these.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
-        the global batch, or 0 on a rank without data. Such a rank passes any micro-batch, which is
-        not part of the global batch. The micro-batch gets the weight 0, so its loss must be finite
-        (0 * inf is NaN), and it changes BatchNorm statistics. All ranks need the same number of
-        steps. Their numbers of micro-batches may differ, unless the forward pass communicates, as
-        with SyncBatchNorm.
+        the global batch, or 0 on a rank that has no data left. Such a rank passes any earlier
+        micro-batch, which is not part of the global batch. It gets the weight 0, so its loss must
+        be finite (0 * inf is NaN), and it changes BatchNorm statistics. All ranks need the same
+        number of steps. Their numbers of micro-batches may differ, also with DDP, unless layers of
+        the model communicate, as SyncBatchNorm does.
     loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
     lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
         becomes this factor times its "initial_lr". If that is missing, it is set to "lr". With
-        None, a torch scheduler can set "lr". To resume such a run, make the scheduler, load its
-        state, and then set each "lr" to its value in get_last_lr().
+        None, a torch scheduler can set "lr". To resume such a run, create the scheduler and load
+        its state. Then copy its get_last_lr() into each "lr", which its creation has changed.
     clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
@@ -109,8 +109,8 @@ def train_(
         extras/fsdp.py. train_ then does not check that the model is wrapped.
 
     ValueError: the declared count is not what loss_fn counted. Discard the model, because its
-    update was wrong. If only some ranks raise an error, the others wait in a collective until the
-    processes of these ranks end.
+    update was wrong. If an error is raised on some ranks only, the others wait in a collective
+    until the processes that failed end.
 
     On CUDA, report.stop, Diverged and this ValueError come one step late. Errors of the last step
     are raised when `steps` ends, so a caller that uses break does not get them. An optimizer
@@ -126,8 +126,8 @@ def train_(
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
-    # Each function checks the count, the requests to stop and the bad steps after one step. On
-    # CUDA, each step calls the function of the step before.
+    # One function per step that is not yet checked. It checks the count, the requests to stop and
+    # the bad steps. On CUDA, each step calls the function of the step before.
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
@@ -267,8 +267,8 @@ def evaluate(
 
     All ranks must call it. Their numbers of batches may differ or be 0. With FSDP2 they must be
     equal: see pad_batches in extras/fsdp.py.
-    stop: is called once per batch, and also while only other ranks have batches. If it returns true
-        on any rank, all ranks return None. (On CUDA, a request after the last batch has no effect.)
+    stop: is called in each round, until no rank has a batch left. If it returns true on any rank,
+        all ranks return None. (On CUDA, the last call has no effect.)
 
     It runs the model in evaluation mode and restores the earlier modes. With DDP, all ranks first
     get the buffers of rank 0, unless broadcast_buffers is False.
@@ -320,7 +320,7 @@ def group_batches(
     """Group this rank's batches into the steps that train_ takes.
 
     All ranks must iterate over the result together.
-    accum: number of micro-batches per step. The last step may have fewer.
+    accum: number of micro-batches per step and rank. A rank that runs out of batches has fewer.
     count: returns for a batch the count that the loss function will return.
 
     The steps end when no rank has a batch left. A rank that runs out earlier repeats a micro-batch
@@ -345,7 +345,7 @@ def group_batches(
         raise ValueError(f"accum is {accum}; must be at least 1")
     spare: list[Any] = []
     # own_steps never ends. pairwise reads one item ahead. So on CUDA, the all-reduce of the next
-    # step is queued before the passes of this step, and read() does not wait for these.
+    # step is queued before the passes of this step, and its read() does not wait for them.
     for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:

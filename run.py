@@ -121,12 +121,12 @@ class Flags:
         None, "Start from the model of another --out, of Hugging Face or of nanoGPT.", PATH
     )
     epochs: int = option(1, "Passes over the training data.", COUNT)
-    steps: int | None = option(None, "Largest number of steps; --epochs can end earlier.", COUNT)
+    steps: int | None = option(None, "Maximum number of steps, if --epochs has more.", COUNT)
     optimizer: str = option(
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
-    embedding_lr: float = option(2.0, "With muon: factor on --lr for what AdamW trains.", POSITIVE)
+    embedding_lr: float = option(2.0, "With muon: what AdamW trains has --lr times this.", POSITIVE)
     momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
     min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
@@ -196,10 +196,11 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # errors of the body: process_group must see their exit code
+        usage_errors(),  # errors of the body get an exit_code, which process_group reads
     ):
         rank0 = world.rank == 0  # It alone prints and writes, except sharded checkpoints.
-        # Ranks with different flags would train different runs. Only paths may differ.
+        # Ranks with different flags would train different runs. Only paths may differ: load_data
+        # compares the data.
         shared = given - {"data", "out", "init_from", "tokenizer"}
         ours = {name: getattr(flags, name) for name in shared}
         theirs = ddp_setup.from_rank_zero(lambda: ours, world)
@@ -271,7 +272,9 @@ def train(flags: Flags, given: set[str]) -> int:
         steps = chardata.steps(
             plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
         )
-        if flags.strategy == "fsdp":  # It communicates per micro-batch, zero only per step.
+        # fsdp gathers the weights in each micro-batch, so all ranks need equally many. In a
+        # training, zero gathers them only once per step.
+        if flags.strategy == "fsdp":
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         elif flags.strategy == "ddp":
             with suppress(FileNotFoundError):  # to name a slow rank
@@ -294,7 +297,8 @@ def train(flags: Flags, given: set[str]) -> int:
             sync_each=flags.strategy == "fsdp",
         )
 
-        # Until here, nothing is written, and no step is done.
+        # Until here, nothing is written. `training` is a generator: it does its first step in the
+        # loop below.
         saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
         vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
         constants = {"data": corpus.digest, "config": saved_config, "vocabulary": vocabulary}
@@ -312,7 +316,7 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # The latest save and its deadline. Until there is one, a call that does nothing.
+        # The latest save and its deadline. Before the first one, this is a call that does nothing.
         pool = ThreadPoolExecutor(1)
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
@@ -349,11 +353,11 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite has changed no weight. A checkpoint of
-                # the same weights would only make --keep delete an older one.
+                # A step whose loss or gradient is not finite changes no weight. When a training
+                # diverges, equal checkpoints must not make --keep delete the older ones.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If an evaluation or a save follows, float() or isfinite() has waited for the
-                # device on rank 0. So the pause has no training in it.
+                # If an evaluation or a save follows, float() or isfinite() above has waited for the
+                # device on rank 0. So the time of the pause contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -387,11 +391,11 @@ def train(flags: Flags, given: set[str]) -> int:
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
-        except FloatingPointError:  # always on all ranks
+        except FloatingPointError:  # All ranks raise it together.
             wait_for_saves()
             raise
         except Exception:
-            wait_for_save(*writing)  # alone, because other ranks may have no error
+            wait_for_save(*writing)  # Other ranks may have no error, and would not wait together.
             raise
         ended = may_save and wait_for_saves()
         failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
@@ -446,9 +450,9 @@ def find_start(flags: Flags, storage: ModuleType) -> Values:
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
-    """Return the flags. Those that are not given come from the checkpoint.
+    """Return the flags. Those that are not given come from the checkpoint, except NOT_RESTORED.
 
-    ValueError if a given one contradicts it.
+    ValueError if a given flag of PINNED contradicts the checkpoint.
     """
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
@@ -468,7 +472,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
 def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     """Read the data that the flags name, as tokens.
 
-    chars: of the checkpoint, the characters or the text of tokenizer.json; "" without a checkpoint.
+    chars: the characters, or the text of tokenizer.json, in the checkpoint; "" without one.
     """
     tokenizer = flags.tokenizer
     files: list[str] = []  # the default text
@@ -500,7 +504,7 @@ def load_data(
         kind = saved["vocabulary"]["kind"] if saved else corpus.kind
         # Token files and a tokenizer.json fit each other: both give ids.
         if kind != corpus.kind and {kind, corpus.kind} != {"ids", "tokenizer"}:
-            raise ValueError(f"is {corpus.kind}; the model needs {kind}")
+            raise ValueError(f"its tokens are of kind {corpus.kind}; the model needs {kind}")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
             raise ValueError(
                 f"is not that of the run in {flags.out}; name other data, or another --out"
@@ -526,7 +530,8 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    # zero and fsdp communicate per batch: all ranks need equally many.
+    # In an evaluation, both zero and fsdp gather the weights for each batch, so all ranks need
+    # equally many.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
@@ -557,7 +562,7 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
         make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
         with suppress(FileNotFoundError):  # computes the same updates faster
             make_muon = partial(extra("muon").Muon, distribute=one_machine)
-        # match_rms_adamw gives the updates the size of AdamW's (Liu et al., 2025).
+        # match_rms_adamw scales Muon's updates to the size of AdamW's updates (Liu et al., 2025).
         matrices = groups.pop("matrices")
         muon = [make_muon(matrices, lr, decay, flags.momentum, adjust_lr_fn="match_rms_adamw")]
         lr *= flags.embedding_lr
@@ -588,7 +593,7 @@ def should_compile(flag: bool | None, device: torch.device, flops: float) -> boo
     if flag is not None:
         return flag
     worth_it = device.type == "cuda" or (device.type == "cpu" and flops > 5e13)
-    # Triton needs a C compiler.
+    # On CUDA, Triton needs a C compiler. On a CPU, Inductor needs a C++ compiler.
     name, usual = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
     return worth_it and shutil.which(os.environ.get(name, usual)) is not None
 
@@ -735,7 +740,7 @@ DEVICE = click.option(
 @click.command
 @OUT
 @DEVICE
-@click.option("--prompt", help="Text to continue; ids, if the model is of token files.")
+@click.option("--prompt", help="Text to continue; ids, if the model was trained on token files.")
 @click.option("--max-new-tokens", type=COUNT, default=500, help="Number of tokens to generate.")
 @click.option("--num-samples", type=COUNT, default=1, help="Number of texts, made in one batch.")
 @click.option(
@@ -805,7 +810,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
         count = chardata.num_tokens(plan.tokens) - 1
-        click.echo(  # say() would only warn of errors.
+        click.echo(  # and not say(): if it cannot be written, the command must fail
             f"{CLEAR_LINE}loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
             f"perplexity {math.exp(loss):.4f}, over {count:,} tokens, in {flags.dtype}"
         )
@@ -850,7 +855,7 @@ def cli(**values: Any) -> None:
         return
     given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)
-    # stop_signals() or spawn() unblocks these signals.
+    # Block the stop signals until stop_signals() or spawn() can take them.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
@@ -885,7 +890,7 @@ def main() -> None:
             with usage_errors(), suppress(FileNotFoundError):
                 extra("slurm").set_launch_env_(os.environ)
         code = cli.main(standalone_mode=False) or DONE
-    except SystemExit as error:  # of process_group, because another rank reports the error
+    except SystemExit as error:  # process_group raises it if another rank reports the error
         code = error.code if isinstance(error.code, int) else FAILED
     except click.Abort:  # Ctrl-C in commands like sample
         code = 130
