@@ -110,7 +110,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     arrays = [_read_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
     tokens: Tokens = tuple(filter(len, arrays))
     if not tokens:
-        raise ValueError(f"{names[0]}: is empty, as all {len(names)} data files are")
+        raise ValueError(f"{names[0]}: is empty (number of data files: {len(names)})")
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]
     if 0 < len(token_files) < len(names):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")

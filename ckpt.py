@@ -22,7 +22,8 @@ result() of each future: it raises the error of the save. Functions that use fil
 the file system fails.
 
 If newest() or save() raises on rank 0, the others wait in their next collective until rank 0 ends
-or the timeout is over. With wait_together() of ddp_setup.py, all ranks raise the error.
+or the timeout is over. With wait_together() of ddp_setup.py, all ranks raise its ValueError or
+OSError. After another error, such as NotImplementedError for a sharded checkpoint, let rank 0 end.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` returns the
@@ -44,6 +45,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -51,7 +53,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 try:
     import fcntl
@@ -133,7 +135,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
     The optimizers get their saved state of each parameter, such as Adam's moments. If the state has
     no "optimizers", they become as new. Settings, such as the learning rate, stay as they are now.
-    Gradients are deleted. Do not use this for SparseAdam, LBFGS, optimizers that keep state in
+    Gradients of their parameters are deleted. `state` is not changed, and shares no memory with the
+    model and the optimizers. Do not use this for SparseAdam, LBFGS, optimizers that keep state in
     their groups, such as Prodigy, or FSDP if the model has one module under two names.
 
     ValueError on every rank if the state does not fit. The model is then unchanged (unless a step
@@ -165,8 +168,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         for group, named_group in zip(optimizer.param_groups, ours["param_groups"]):
             for parameter, name in zip(group["params"], named_group["params"]):
                 if moments := theirs.get("state", {}).get(name):
+                    place = partial(_place, device=parameter.device)
                     optimizer.state[parameter] = {
-                        key: _place(value, ours["state"][name].pop(key), parameter.device)
+                        key: tree_map(place, value, ours["state"][name].pop(key))
                         for key, value in moments.items()
                     }
     # The model comes last, because the step in _check_and_reset_ changes the weights if Adam's eps
@@ -182,21 +186,23 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def _place(value: Any, like: Any, device: torch.device) -> Any:
-    """Send a moment of rank 0 to all ranks. Return it with the device and sharding of `like`.
+    """Send a moment of rank 0 to all ranks. Return it with device, strides, sharding of `like`.
 
     Every rank must call this. value: the moment on rank 0; on the others, a tensor on "meta".
     like: the same moment of a new optimizer. device: is used to send it.
     """
     if not isinstance(value, Tensor):
-        return value
+        return copy.deepcopy(value)
     new = torch.empty_like(value, device=device)
     if not value.is_meta:
         new.copy_(value)
-    if hasattr(like, "placements"):  # a DTensor
-        new = dist.tensor.distribute_tensor(new, like.device_mesh, like.placements)
-    elif dist.is_initialized():
+    if dist.is_initialized():
         dist.broadcast(new, 0)
-    return new.to(like.device)
+    if not hasattr(like, "placements"):
+        return torch.empty_like(like).copy_(new)
+    # `like` is a DTensor. With the source None, no rank sends: each one takes its part of `new`.
+    split = dist.tensor.distribute_tensor
+    return split(new, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> State:
@@ -213,8 +219,18 @@ def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> S
     optimizer.state.clear()
     for name, moments in saved.get("state", {}).items():
         if moments:
-            check_same(moments, ours["state"].get(name, {}), f"optimizer state of {name}: ")
+            own = ours["state"].get(name, {})
+            check_same(_flatten(moments), _flatten(own), f"optimizer state of {name}: ")
     return dict(ours)
+
+
+def _flatten(moments: State) -> State:
+    """Return the moments of a parameter, with an entry for each tensor in a list."""
+    return {
+        f"{key} {i or ''}".rstrip(): leaf
+        for key, value in moments.items()
+        for i, leaf in enumerate(tree_leaves(value))
+    }
 
 
 def check_same(theirs: State, ours: State, where: str = "") -> None:
@@ -389,7 +405,7 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 
 
 def prune(folder: str, keep: int) -> None:
-    """Remove checkpoints, except the `keep` highest steps and the one with the lowest loss."""
+    """remove() checkpoints, except the `keep` highest steps and the one with the lowest loss."""
     for entry in superseded(list_checkpoints(folder), keep):
         remove(folder, entry.name)
 
@@ -421,8 +437,8 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     Keep the result: when it is garbage collected, the lock is released. A forked child, such as a
     worker of a DataLoader, also keeps the lock until it ends.
 
-    ValueError if another process still has the lock after `timeout` seconds. Returns None and
-    deletes nothing if locks are not supported, as on Windows.
+    ValueError if another process, or an earlier lock() of this one, still has the lock after
+    `timeout` seconds. Returns None and deletes nothing if locks are not supported, as on Windows.
     """
     # Not the package filelock: without flock(), it waits for ever or leaves locks behind.
     if not fcntl:

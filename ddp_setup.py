@@ -390,6 +390,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
 
     All ranks must call this function, with the same architecture. All get the weights of rank 0. A
     wrapped model has the original one as its attribute `module`. Existing gradients can be deleted.
+    Gradient hooks of parameters are called once, with zeros: register hooks that take an optimizer
+    step afterwards.
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
     For BatchNorm statistics over all ranks, see torch.nn.SyncBatchNorm.

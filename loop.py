@@ -102,7 +102,8 @@ def train_(
         in a resumed run. `seed` does not affect the shuffling of a DataLoader.
     stop: is called once per step. If it returns true on any rank, report.stop is true on all.
     patience: a step whose loss or gradient norm is not finite changes no weight and no optimizer
-        state on any rank. After `patience` such steps in a row, train_ raises Diverged.
+        state on any rank. But buffers change: BatchNorm statistics can become NaN. After `patience`
+        such steps in a row, train_ raises Diverged. With float16, an overflow is such a step.
     sync_each: False: only the last backward pass of a step synchronises gradients. With several
         ranks, the model needs a method no_sync, as DDP has it. True: each backward pass
         synchronises. All ranks then need the same number of micro-batches: see pad_steps in
@@ -112,8 +113,9 @@ def train_(
     update was wrong. If an error is raised on some ranks only, the others wait in a collective
     until the processes that failed end.
 
-    On CUDA, report.stop, Diverged and this ValueError come one step late. Errors of the last step
-    are raised when `steps` ends, so a caller that uses break does not get them. An optimizer
+    On CUDA, report.stop, Diverged and this ValueError come one step late. A request to stop in the
+    last step is not reported. Errors of the last step are raised when `steps` ends, so a caller
+    that uses break does not get them. An optimizer
     without fused=True makes the host wait in each step.
     """
     device = next(model.parameters()).device

@@ -126,7 +126,9 @@ class Flags:
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
-    embedding_lr: float = option(2.0, "With muon: what AdamW trains has --lr times this.", POSITIVE)
+    embedding_lr: float = option(
+        2.0, "With muon: AdamW's learning rate is --lr times this.", POSITIVE
+    )
     momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
     min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
@@ -789,7 +791,9 @@ def sample(
 @DEVICE
 @click.option("--data", type=PATH, help="As in training.  [default: its validation data]")
 def evaluate(out: str, device: str, data: str | None) -> None:
-    """Print the exact mean loss of the newest checkpoint over a text: all its tokens but the first.
+    """Print the exact loss of the newest checkpoint on a text.
+
+    This is the mean over all tokens but the first.
 
     \b
       python run.py eval --data other.txt
@@ -903,7 +907,7 @@ def main() -> None:
         say(f"Error: {error}", error=True)
     except Exception as error:
         text = f"{error!r}\n{traceback.format_exc()}"
-        with suppress(FileNotFoundError):
+        with suppress(Exception):  # no extra, or too little memory to import it
             text = extra("hints").one_line(error) or text
         say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
     # os._exit ends the process even if a save hangs. But it skips atexit and the flush.

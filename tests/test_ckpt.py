@@ -27,8 +27,9 @@ from conftest import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import ckpt
 
@@ -433,36 +434,92 @@ def test_a_state_that_does_not_fit_is_named_and_the_model_is_unchanged(change):
     assert same(model.state_dict(), before)
 
 
+class Listed(torch.optim.Optimizer):
+    """Has a list of two tensors as a moment, as Shampoo and SOAP have, and a number."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                sums = state.setdefault("sums", [torch.zeros(len(p)), torch.zeros(())])
+                sums[0] += p.grad.flatten(1).sum(1) if p.ndim > 1 else p.grad
+                sums[1] += p.grad.sum()
+                state["count"] = state.get("count", 0) + 1
+                p -= group["lr"] * sums[1] / state["count"]
+
+
 def unusual(case, seed):
     """Return a model and an optimizer that have made two steps."""
     torch.manual_seed(seed)
-    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model = nn.Sequential(block, block) if case == "a module with two names" else block
-    if case == "moments that are wider than the weights":
+    model, shape = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (8, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    if case == "a module with two names":
+        model = nn.Sequential(model, model)
+    elif case == "moments that are wider than the weights":
         optimizer = torch.optim.NAdam(model.bfloat16().parameters())
-    else:  # with eps=0, a step with zero gradients is 0 / 0
-        eps = 0.0 if case == "a step with the learning rate 0 changes the weights" else 1e-8
-        optimizer = torch.optim.Adam(model.parameters(), eps=eps)
+    elif case == "a step with the learning rate 0 changes the weights":
+        optimizer = torch.optim.Adam(model.parameters(), eps=0.0)  # 0 / 0 with zero gradients
+    elif case == "moments in lists":
+        optimizer = Listed(model.parameters())
+    elif case == "moments in another order in memory":
+        model, shape = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), (2, 3, 8, 8)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
-        model(torch.randn(8, 4, dtype=next(model.parameters()).dtype)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, shape)
     return model, [optimizer]
+
+
+def take_step(model, optimizer, shape):
+    model(torch.randn(shape, dtype=next(model.parameters()).dtype)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 UNUSUAL = [
     "a module with two names",
     "moments that are wider than the weights",
     "a step with the learning rate 0 changes the weights",
+    "moments in lists",
+    "moments in another order in memory",
 ]
+
+
+def assert_same_training(one, other, shape):
+    """Check that both are equal, and still equal after another step: fused optimizers assume that
+    moments and weights have the same strides.
+    """
+    assert same(everything(*one), everything(*other))
+    for model, [optimizer] in (one, other):
+        torch.manual_seed(5)
+        take_step(model, optimizer, shape)
+    assert same(everything(*one), everything(*other))
 
 
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unusual_models_and_optimizers_are_restored_exactly(case):
     stopped, resumed = unusual(case, 0), unusual(case, 1)
-    ckpt.restore_(ckpt.snapshot(*stopped), *resumed)
-    assert same(everything(*resumed), everything(*stopped))
+    state = ckpt.snapshot(*stopped)
+    before = copy.deepcopy(state)
+    ckpt.restore_(state, *resumed)
+    assert_same_training(resumed, stopped, (2, 3, 8, 8) if "order" in case else (8, 4))
+    assert same(state, before)  # shares no memory
     ckpt.restore_(ckpt.snapshot(*resumed), *unusual(case, 2))  # the dtypes still fit
+
+
+@pytest.mark.parametrize(
+    "sums, text",
+    [([torch.ones(4)], "sums 1 is missing"), ([torch.ones(5), torch.ones(())], "sums is (5,)")],
+)
+def test_a_moment_in_a_list_that_does_not_fit_is_an_error(sums, text):
+    model, optimizers = unusual("moments in lists", 0)
+    state = ckpt.snapshot(model, optimizers)
+    state["optimizers"][0]["state"]["0.bias"]["sums"] = sums
+    with pytest.raises(ValueError, match=f"optimizer state of 0.bias: {re.escape(text)}"):
+        ckpt.restore_(state, model, optimizers)
 
 
 class OwnLoading(torch.optim.Adam):
@@ -491,7 +548,21 @@ def restore_unusual_in_a_group(path):
         stopped, resumed = unusual(case, 0), unusual(case, 1)
         state = ckpt.snapshot(*stopped)
         ckpt.restore_({} if dist.get_rank() else state, *resumed)
-        assert same(everything(*resumed), everything(*stopped)), case
+        assert_same_training(resumed, stopped, (2, 3, 8, 8) if "order" in case else (8, 4))
+    # FSDP in groups of one rank: the first rank of each group is not rank 0.
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))["shards"]
+    pairs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters())
+        take_step(model, optimizer, (8, 4))
+        pairs.append((model, [optimizer]))
+    ckpt.restore_({} if dist.get_rank() else ckpt.snapshot(*pairs[0]), *pairs[1])
+    stopped, resumed = (
+        tree_map_only(DTensor, DTensor.to_local, everything(*pair)) for pair in pairs
+    )
+    assert same(resumed, stopped)
     dist.destroy_process_group()
     time.sleep(0.1)  # see restore_in_a_group
 

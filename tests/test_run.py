@@ -527,6 +527,34 @@ def test_a_run_that_diverges_stops_with_one_line_and_keeps_the_last_good_checkpo
     assert all(tensor.isfinite().all() for tensor in state(out)["model"].values())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_matrices_and_embeddings_are_decayed_but_not_biases_and_norms(optimizer):
+    model = gpt.build(gpt.Config(5, 4, 2, 2, 8, arch="gpt2"), seed=0)
+    flags = program_module.Flags(optimizer=optimizer, weight_decay=0.3)
+    decays = {
+        parameter: group["weight_decay"]
+        for each in program_module.make_optimizers(model, flags, one_machine=True)
+        for group in each.param_groups
+        for parameter in group["params"]
+    }
+    expected = {parameter: 0.3 * (parameter.ndim > 1) for parameter in model.parameters()}
+    assert decays == expected
+
+
+def test_the_model_of_a_training_has_the_cross_entropy_of_the_extra(monkeypatch):
+    """Without the extra, it has that of gpt.py: test_without_extras.py trains with it."""
+    from extras.cross_entropy import cross_entropy
+
+    model = program_module.build_model(gpt.Config(5, 4, 1, 1, 8), 0, True)
+    assert model.cross_entropy is cross_entropy and model.checkpoint_activations
+    monkeypatch.setattr(program_module, "extra", missing)
+    assert program_module.build_model(model.config, 0, False).cross_entropy is gpt.cross_entropy
+
+
+def missing(name):
+    raise FileNotFoundError(name)
+
+
 def test_dtype_auto_is_bfloat16_only_with_hardware_support(monkeypatch):
     cpu = torch.device("cpu")
     assert program_module.pick_dtype("float16", cpu) == "float16"
@@ -776,6 +804,7 @@ def test_help_lists_every_flag_and_does_not_import_torch():
         --save-every --log-every --keep --seed --timeout --spawn --config --strategy
         --checkpoint --init-from --help --version"""
     assert set(flags.split()) <= shown
+    assert "[default: muon]" in " ".join(ran.out.split())
     assert re.search(r"^  eval +Print", ran.out, re.M) and re.search(r"^  sample +", ran.out, re.M)
 
 

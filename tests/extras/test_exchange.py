@@ -495,7 +495,10 @@ CONTRADICTIONS = {
     "architecture": (["--arch", "modern"], ["--arch modern", "--arch gpt2"]),
     "tokens": (["--tokenizer", "byte"], ["--tokenizer byte", "--tokenizer char"]),
     "another text": (["--data", ROOT / "README.md"], ["README.md", "is not one of the 18"]),
-    "another kind": (["--data", "ids.npy"], ["ids.npy: its tokens are of kind ids; the model needs char"]),
+    "another kind": (
+        ["--data", "ids.npy"],
+        ["ids.npy: its tokens are of kind ids; the model needs char"],
+    ),
     "no model": (["--init-from", ROOT / "tests"], [ROOT / "tests", "config.json", "ckpt.pt"]),
     "an empty file": (
         ["--init-from", ROOT / "extras" / "__init__.py"],

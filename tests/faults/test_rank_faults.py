@@ -85,7 +85,7 @@ MESSAGES = {  # what the program prints about rank {0}
     "exit": r"Error: rank {0} ended with exit code 7",
     "leave": r"Error: rank {0} ended with exit code 7",
     "kill": r"Error: rank {0} was killed by SIGKILL",
-    "stop": rf"Error: ({SILENT}|rank {{0}} did not end, .*)",
+    "stop": rf"Error: ({SILENT}|rank {{0}} had not ended .*)",
 }
 
 
