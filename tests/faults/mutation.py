@@ -28,6 +28,7 @@ new Python, which imports torch, for each mutant.) Linux only.
 
 import argparse
 import ast
+import atexit
 import copy
 import ctypes
 import difflib
@@ -226,6 +227,7 @@ def run_tests(
         with output.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        atexit._clear()  # a mutant of run.py can call them, and they delete the folder
         sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
         command = f"-q --tb=no --assert=plain -p no:cacheprovider --basetemp {repo}.tmp".split()
         plugin = Plugin(lines, order)
