@@ -8,8 +8,8 @@
         for name in rejected:
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
-    step = [found.entry.step if found else 0]
-    if torch.distributed.is_initialized():    # restore_ does not send the step
+    step = [found.entry.step if found else 0]    # rank 0 alone has this, and found.state["note"]
+    if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(step)
     ...
     state = snapshot(model, optimizers, note="anything")        # on every rank
@@ -91,8 +91,9 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
 
     Every rank must call this. In a process group, only rank 0 gets the states. The names have no
     prefixes of DDP or torch.compile. An optimizer that has no state yet becomes {}. The copies
-    share no memory with the model, so training can continue at once. The values of `more` are not
-    copied: do not change them before save() has ended.
+    share no memory with the model, so training can continue at once. more: tensors and plain Python
+    values, for example the state of a scheduler. They are not copied: do not change them before
+    save() has ended.
     """
     dcp = _state_dict_functions()
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -101,8 +101,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     rank can use the functions of this file, but not torch.distributed.
 
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
-        of a machine gets GPU i. On a CPU, this sets torch's number of threads. The backend is NCCL
-        for CUDA, else gloo.
+        of a machine gets GPU i. On a CPU, the ranks of a machine share its CPUs: this sets torch's
+        number of threads, except in a single process with OMP_NUM_THREADS. The backend is NCCL for
+        CUDA, else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
         code 1, without an exception. One such rank prints, for every rank, the line where its
         program is. Use wait_together for work that may take longer. While a rank runs
@@ -198,7 +199,8 @@ def _select_device(name: str, env: World) -> torch.device:
     if name not in kinds:
         raise ValueError(f"device {name!r} is not available; available: {', '.join(kinds)}")
     if name == "cpu":
-        torch.set_num_threads(max(1, available_cpus() // env.local_size))
+        if env.local_size > 1 or "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1
+            torch.set_num_threads(max(1, available_cpus() // env.local_size))
     elif name == "cuda":
         if env.local_rank >= torch.cuda.device_count():
             raise ValueError(f"local rank {env.local_rank} has no GPU: start one rank per GPU")

@@ -2,6 +2,7 @@
 
     model = build(Config(vocab=65, block_size=256, layers=6, heads=6, embd=384), seed=0)
     loss_sum, count = loss(model, (x, y))  # x and y: (B, T) int64
+    (loss_sum / count).backward()
     for token in islice(sample(model.eval(), prompt), 100):
         print(int(token))
 

@@ -5,7 +5,8 @@
         return F.mse_loss(model(x), y, reduction="sum"), len(x)
 
     steps = group_batches(loader, accum=2, count=lambda batch: len(batch[0]))
-    for step, report in train_(model, [optimizer], steps, loss_fn):
+    lr_at = partial(linear, total=1000, warmup_steps=50)
+    for step, report in train_(model, [optimizer], steps, loss_fn, lr_at=lr_at):
         if step % 10 == 0:
             print(step, float(report.loss))
         if report.stop:
@@ -83,7 +84,8 @@ def train_(
     step, train_ deletes only the gradients of the optimizers' parameters. It calls model.train()
     at the start.
 
-    start: number of steps that an earlier run has done. `steps` must begin after these.
+    start: number of steps that an earlier run has done. `steps` must begin after these. train_ goes
+        on until `steps` ends, so do not call it if the run is already finished.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
         the global batch, or 0 on a rank that has no data left. Such a rank passes any earlier
         micro-batch, which is not part of the global batch. It gets the weight 0, so its loss must

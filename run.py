@@ -225,17 +225,18 @@ def train(flags: Flags, given: set[str]) -> int:
             # Dropout would differ in the second forward pass: PyTorch issue 127676.
             raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
 
-        corpus, plan, val_plan = load_data(flags, given, saved, world)
+        with usage_errors(advice="; for a new run, name another --out" if saved else ""):
+            corpus, plan, val_plan = load_data(flags, given, saved, world)
         with usage_errors(f"--data {flags.data or '(default text)'}: "):
             steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         tokens_at = partial(chardata.tokens_before, plan)
         if start_step >= total:
             if rank0:
+                limit = "--epochs" if total < (flags.steps or sys.maxsize) else "--steps"
                 say(
-                    f"The run in {flags.out} is finished: {start_step} steps. It has --epochs "
-                    f"{flags.epochs} and --steps {flags.steps}. To continue, give a higher "
-                    "--epochs or --steps; for a new run, name another --out."
+                    f"The run in {flags.out} is finished: {start_step} steps. To continue, give a "
+                    f"higher {limit}; for a new run, name another --out."
                 )
             return DONE
 
@@ -689,7 +690,7 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 
 
 @contextmanager
-def usage_errors(subject: str = "") -> Iterator[None]:
+def usage_errors(subject: str = "", advice: str = "") -> Iterator[None]:
     """Raise click.UsageError for errors about values, files and packages.
 
     To see the traceback of a ValueError, replace this function's body by `yield`.
@@ -699,7 +700,7 @@ def usage_errors(subject: str = "") -> Iterator[None]:
     except ConnectionError:  # A rank was lost.
         raise
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        raise click.UsageError(f"{subject}{error}") from error
+        raise click.UsageError(f"{subject}{error}{advice}") from error
 
 
 # ------------------------------------------------------------------------------ sample and evaluate
@@ -885,6 +886,10 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # Python sets a closed stream to None.
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # The threads of OpenMP wait in a loop. The default, 300,000 rounds, is up to seven times
+        # slower if another program uses a core, and not faster if none does.
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
     code = FAILED

@@ -188,6 +188,19 @@ def alone(monkeypatch):
     torch.set_num_threads(threads)
 
 
+def test_a_single_process_uses_all_cpus_unless_the_user_has_set_the_number_of_threads(
+    alone, monkeypatch
+):
+    for number, expected in ((None, ddp_setup.available_cpus()), ("3", 5)):
+        torch.set_num_threads(5)
+        if number:
+            monkeypatch.setenv("OMP_NUM_THREADS", number)
+        else:
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        with ddp_setup.process_group("cpu"):
+            assert torch.get_num_threads() == expected
+
+
 def test_a_single_process_has_no_process_group_and_uses_the_same_functions(alone):
     with ddp_setup.process_group("cpu") as world:
         assert world == ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))

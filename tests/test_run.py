@@ -214,10 +214,44 @@ def test_a_finished_run_says_how_to_continue_and_writes_nothing(done, undisturbe
     assert ran.code == 0 and ran.err == "", ran
     text = " ".join(ran.out.split())
     assert re.fullmatch(
-        r"The run in .* is finished: 100 steps. .* higher --epochs or --steps; .* another --out\.",
+        r"The run in .* is finished: 100 steps. .* higher --steps; .* another --out\.",
         text,
     )
     assert [*contents(out).values()] == [*contents(undisturbed(1)).values()]
+
+
+def test_a_run_that_all_epochs_end_names_epochs(text, tmp_path):
+    command = [*TINY, "--data", text, "--out", tmp_path, "--epochs", 1]
+    assert run(*command).code == 0
+    ran = run(*command, "--steps", 1000)
+    assert ran.code == 0 and "give a higher --epochs; for a new run" in " ".join(ran.out.split())
+
+
+def test_a_text_with_other_characters_than_the_run_in_out_is_told_to_use_another_out(
+    text, tmp_path
+):
+    assert run(*TINY, "--data", text, "--out", tmp_path / "out", "--steps", 1).code == 0
+    other = tmp_path / "other.txt"
+    other.write_text("\N{GREEK SMALL LETTER ALPHA}" * 1000)
+    ran = run(*TINY, "--data", other, "--out", tmp_path / "out")
+    assert_one_line(ran, "other.txt: character", "; for a new run, name another --out")
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "passive"}, "None")],
+)
+def test_threads_of_openmp_wait_only_for_a_moment_unless_the_user_says_otherwise(given, expected):
+    code = (
+        "import os, run\n"
+        "def main(**_): print(os.environ.get('GOMP_SPINCOUNT'))\n"
+        "run.cli.main = main\nrun.main()"
+    )
+    env = {name: value for name, value in ENVIRONMENT.items() if "OMP_" not in name} | given
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert ran.stdout.split()[-1] == expected, ran
 
 
 def test_a_resumed_run_keeps_as_many_checkpoints_as_before(text, tmp_path):
