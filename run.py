@@ -691,7 +691,7 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 
 @contextmanager
 def usage_errors(subject: str = "", advice: str = "") -> Iterator[None]:
-    """Raise click.UsageError for errors about values, files and packages.
+    """Raise click.UsageError for errors about values, files and packages: SUBJECT ERROR ADVICE.
 
     To see the traceback of a ValueError, replace this function's body by `yield`.
     """

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -597,6 +598,22 @@ def test_dtype_auto_is_bfloat16_only_with_hardware_support(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **how: supported)
         assert program_module.pick_dtype("auto", cpu) == expected
         assert program_module.pick_dtype("auto", torch.device("cuda")) == expected
+
+
+def test_the_decision_to_compile_counts_the_operations_of_the_whole_run(
+    monkeypatch, text, tmp_path
+):
+    def stop(flag, device, flops):
+        raise ValueError(f"{flops} operations")
+
+    monkeypatch.setattr(program_module, "should_compile", stop)
+    sizes = {"layers": 1, "heads": 2, "embd": 16, "block_size": 16, "batch_size": 8}
+    flags = program_module.Flags(data=f"{text}", out=f"{tmp_path}", steps=7, **sizes)
+    with pytest.raises(click.UsageError) as info:
+        program_module.train(flags, {"steps"})
+    vocab = len({*text.read_text()})
+    per_token = gpt.flops_per_token(gpt.Config(vocab, 16, 1, 2, 16))
+    assert info.value.message == f"{7 * 8 * 16 * per_token} operations"
 
 
 def test_long_runs_and_runs_on_cuda_are_compiled_if_there_is_a_compiler(monkeypatch, tmp_path):
