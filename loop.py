@@ -117,8 +117,8 @@ def train_(
 
     On CUDA, report.stop, Diverged and this ValueError come one step late. A request to stop in the
     last step is not reported. Errors of the last step are raised when `steps` ends, so a caller
-    that uses break does not get them. An optimizer
-    without fused=True makes the host wait in each step.
+    that uses break does not get them. An optimizer without fused=True makes the host wait in each
+    step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
