@@ -547,9 +547,9 @@ def model_config(values: Values) -> gpt.Config:
 
 def build_model(config: gpt.Config, seed: int | None, checkpoint_activations: bool) -> gpt.GPT:
     """Build a model. If possible, it uses the cross-entropy of extras/, which saves memory."""
-    cross_entropy = gpt.cross_entropy
+    cross_entropy: gpt.CrossEntropy = gpt.cross_entropy
     with suppress(FileNotFoundError):
-        cross_entropy = extra("cross_entropy").cross_entropy
+        cross_entropy = partial(extra("cross_entropy").cross_entropy, cross_entropy)
     return gpt.build(config, seed, checkpoint_activations, cross_entropy)
 
 

@@ -1,26 +1,29 @@
 """A cross-entropy for large vocabularies: the logits are computed in parts and never all exist.
 
-    model = gpt.build(config, seed=0, cross_entropy=cross_entropy)
+    in_parts = partial(cross_entropy, gpt.cross_entropy)
+    model = gpt.build(config, seed=0, cross_entropy=in_parts)
 
-The result is that of F.cross_entropy(x @ weight.T, targets, reduction="sum"). It needs less memory,
-and is faster on a CPU if the logits do not fit into its caches. Any model can use it that has the
-input and the weight of its output layer at hand. Needs torch.
+This needs less memory, and is faster on a CPU if the logits do not fit into its caches. Any model
+can use it that has the input and the weight of its output layer at hand. Needs torch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, max_logits: int | None = None
+    at_once: Function, x: Tensor, weight: Tensor, targets: Tensor, max_logits: int | None = None
 ) -> Tensor:
-    """Compute logits = x @ weight.T and return the sum of the cross-entropies of its N rows, in
-    nats.
+    """Compute at_once(x, weight, targets) for some of the N rows at a time, and return the sum.
 
-    x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
+    at_once: returns the sum of the cross-entropies of the rows of x @ weight.T, a float32 scalar,
+        as cross_entropy of gpt.py does.
+    x: (N, C). weight: (V, C). targets: (N,) int64.
     max_logits: number of logits that are computed at a time. If N * V is more, the rows are
         processed in parts: see CrossEntropyInParts. The memory is three to four times that of these
         logits in float32, because the softmax and the gradients have the same size. By default
@@ -30,14 +33,9 @@ def cross_entropy(
     # 128 MiB were the fastest (V = 50,304, C = 128 and 384).
     rows = max(1, (max_logits or 1 << (28 if x.is_cuda else 25)) // len(weight))
     if len(x) > rows and torch.is_grad_enabled():
-        return CrossEntropyInParts.apply(x, weight, targets, rows)  # type: ignore
+        return CrossEntropyInParts.apply(at_once, x, weight, targets, rows)  # type: ignore
     parts = zip(x.split(rows), targets.split(rows))  # only one part, unless gradients are disabled
-    return torch.stack([cross_entropy_at_once(part, weight, y) for part, y in parts]).sum()
-
-
-def cross_entropy_at_once(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute cross_entropy with all logits in memory."""
-    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+    return torch.stack([at_once(part, weight, y) for part, y in parts]).sum()
 
 
 class CrossEntropyInParts(torch.autograd.Function):
@@ -54,8 +52,10 @@ class CrossEntropyInParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        gradients_and_loss = torch.func.grad_and_value(cross_entropy_at_once, argnums=(0, 1))
+    def forward(
+        ctx: Any, at_once: Function, x: Tensor, weight: Tensor, targets: Tensor, rows: int
+    ) -> Tensor:
+        gradients_and_loss = torch.func.grad_and_value(at_once, argnums=(0, 1))
         loss, x_grads = torch.zeros((), dtype=torch.float32, device=x.device), []
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight_grad = torch.zeros_like(weight, dtype=wide)
@@ -76,4 +76,4 @@ class CrossEntropyInParts(torch.autograd.Function):
         # PyTorch would round a scalar to the dtype of x_grad. With the shape (1,), the product is
         # computed in float32.
         factor = grad[None]
-        return x_grad * factor, weight_grad * factor, None, None
+        return None, x_grad * factor, weight_grad * factor, None, None

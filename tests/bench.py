@@ -237,7 +237,7 @@ def make_model(
     build: arguments of gpt.build. By default, the loss is that of extras/cross_entropy.py.
     """
     sizes = shape.vocab, shape.T, shape.layers, num_heads(shape), shape.embd
-    build = {"cross_entropy": cross_entropy, **build}
+    build = {"cross_entropy": partial(cross_entropy, gpt.cross_entropy), **build}
     model = gpt.build(gpt.Config(*sizes, dropout, arch), 0, **build).to(DEVICE)
     groups = gpt.parameter_groups(model)
     rest = groups["embeddings"] + groups["vectors"]

@@ -581,7 +581,7 @@ def test_the_model_of_a_training_has_the_cross_entropy_of_the_extra(monkeypatch)
     from extras.cross_entropy import cross_entropy
 
     model = program_module.build_model(gpt.Config(5, 4, 1, 1, 8), 0, True)
-    assert model.cross_entropy is cross_entropy and model.checkpoint_activations
+    assert model.cross_entropy.func is cross_entropy and model.checkpoint_activations
     monkeypatch.setattr(program_module, "extra", missing)
     assert program_module.build_model(model.config, 0, False).cross_entropy is gpt.cross_entropy
 
