@@ -543,4 +543,6 @@ def test_train_skips_bad_batches_of_another_model(trials):
         with pytest.raises(loop.Diverged, match="5 times in a row, up to step 14"):
             train(batches[:10] + batches[9:10] * 4 + batches[10:])
 
-    trials("NaN and inf in another model's data", trial, few=20, many=500)
+    # One thread: if two threads make a process's first call of tanh or sqrt, MKL 2024.2 can return
+    # less exact results, so trial 0 would fail on rare occasions (PyTorch issue 188792).
+    trials("NaN and inf in another model's data", trial, few=20, many=500, at_once=1)
