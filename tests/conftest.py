@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = (
 )
 PYTHON = [sys.executable, "run.py"]
 MODEL = "--layers 1 --heads 2 --embd 16 --block-size 16".split()
+CHANCE = random.SystemRandom()  # not seeded by hypothesis
 TINY = [*MODEL, *"--batch-size 8 --dtype float32 --epochs 3 --lr 0.003 --warmup 20".split()]
 
 
@@ -79,7 +80,7 @@ class Program:
         *args: object,
         launcher: list[str] = PYTHON,
         env: dict[str, str | None] = {},
-        seconds: float = 90,
+        seconds: float = 600,
         root: Path = ROOT,
     ):
         self.mark = f"TEST_PROGRAM={uuid.uuid4().hex}"  # all descendants inherit it, also orphans
@@ -235,9 +236,13 @@ def run_on_ranks(function: Callable[..., None], size: int, *args: str) -> None:
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Return a free port of 127.0.0.1 that the system does not choose for other programs (it begins at 32768)."""
+    while True:
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", CHANCE.randint(10000, 32767))) as server,
+        ):
+            return server.getsockname()[1]
 
 
 def launch_variables(rank: int, size: int, port: int) -> dict[str, str]:
@@ -256,7 +261,7 @@ def ahead(at_once: int | None = None, /, **calls: Callable[[], Any]) -> Iterator
     at_once: the number of threads; by default one per core. Most of a run is `import torch` on one core, so several
         runs at once use the machine better. For runs that mostly sleep it can be higher.
     """
-    pool = ThreadPoolExecutor(at_once or os.cpu_count())
+    pool = ThreadPoolExecutor(at_once or len(os.sched_getaffinity(0)))
     try:
         yield {name: pool.submit(call) for name, call in calls.items()}
     finally:
@@ -264,12 +269,16 @@ def ahead(at_once: int | None = None, /, **calls: Callable[[], Any]) -> Iterator
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-    """Wait until condition() is true and return its result. The test fails after `seconds`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    """Wait until condition() is true and return its result. The test fails after about `seconds`.
+
+    It counts attempts: on a clock, a machine that stands still for a while would miss the end of the wait.
+    """
+    for _ in range(round(seconds / 0.02)):
         if value := condition():
             return value
         time.sleep(0.02)
+    if value := condition():
+        return value
     pytest.fail(f"waited {seconds} s for {what}")
 
 

@@ -1010,7 +1010,7 @@ def test_the_module_imports_and_reads_without_what_only_unix_has(tmp_path):
         cwd=Path(chardata.__file__).parent,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=600,
     )
     assert (ended.returncode, ended.stdout) == (0, "100 128\n"), ended.stderr
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import warm
-from conftest import ENVIRONMENT, ROOT, ahead, run_on_ranks, wait_for, warm_server
+from conftest import ENVIRONMENT, ROOT, ahead, free_port, run_on_ranks, wait_for, warm_server
 from torch import nn
 
 import ddp_setup
@@ -339,7 +338,7 @@ ddp_setup.spawn(sleep, 1, 0)
 
 def test_spawn_in_a_notebook_runs_functions_of_modules_only():
     command = [sys.executable, "-c", IN_A_NOTEBOOK]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=90, **START)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, **START)
     assert (ran.returncode, ran.stdout) == (1, "0\n"), ran
     assert (
         "ValueError: a new process cannot import functions and classes of a notebook" in ran.stderr
@@ -389,7 +388,7 @@ def runs(tmp_path_factory):
             for pipe in pipes:
                 with pipe:
                     # A rank that is left behind keeps stderr open, and then this call runs into its timeout.
-                    read = subprocess.run(["cat"], stdin=pipe, stdout=subprocess.PIPE, timeout=120)
+                    read = subprocess.run(["cat"], stdin=pipe, stdout=subprocess.PIPE, timeout=600)
                 errors += read.stdout.decode()
             return Ended(folder, [process.wait() for process in processes], errors)
         finally:
@@ -401,8 +400,7 @@ def runs(tmp_path_factory):
 
     def without_launcher(name: str, *args: str, writes: bool = False) -> Ended:
         """Start two ranks by hand. Rank 0 serves the store, as under srun."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{free.getsockname()[1]}")
+        address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{free_port()}")
         size = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         envs = [dict(RANK=rank, LOCAL_RANK=rank, **size, **address) for rank in "01"]
         return launch([], name, *args, writes=writes, envs=envs)
@@ -410,7 +408,7 @@ def runs(tmp_path_factory):
     def by_torchrun() -> Ended:
         folder = tmp_path_factory.mktemp("run")
         command = [*TORCHRUN, "agree_and_fail", str(folder), "1", LIKE_GLOO]
-        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, **START)
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=600, **START)
         return Ended(folder, [ended.returncode], ended.stderr)
 
     # The runs of the second pool mostly sleep.
@@ -708,7 +706,7 @@ def test_ranks_listen_only_on_loopback_and_stop_without_an_error_when_the_parent
         assert len(addresses) >= 3  # that of the store, and one per rank
         assert all(address.is_loopback for address in addresses)
         parent.terminate()
-        errors = parent.communicate(timeout=30)[1].decode()
+        errors = parent.communicate(timeout=600)[1].decode()
         assert parent.returncode == 3 and Ended(tmp_path, [3], errors).lines() == [], errors
     assert {path.name for path in tmp_path.iterdir()} >= {"0 got the signal", "1 got the signal"}
 

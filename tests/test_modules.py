@@ -64,7 +64,7 @@ def alone(tmp_path_factory):
         env = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONPATH"}
         command = [sys.executable, "use.py"]
         return subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=90
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=600
         )
 
     with ahead(**{name: partial(use, name) for name in USES}) as begun:

@@ -150,7 +150,7 @@ def run(system: str, script: Path, *args: object, folder: Path) -> Ran:
         env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     return Ran(ended.returncode, ended.stdout, ended.stderr)
 

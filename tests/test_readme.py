@@ -43,7 +43,7 @@ def test_script_runs_beside_copies_of_its_modules(tmp_path):
         (tmp_path / f"{name}.py").write_text((ROOT / f"{name}.py").read_text())
     command = [sys.executable, "train.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT, timeout=120, capture_output=True, text=True
+        command, cwd=tmp_path, env=ENVIRONMENT, timeout=600, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

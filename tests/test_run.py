@@ -773,7 +773,7 @@ def run_on_terminal(
     process = warm.Process(
         warm_server(), ROOT / "run.py", [*map(str, flags)], environment, theirs, theirs
     )
-    watchdog = threading.Timer(90, process.kill)
+    watchdog = threading.Timer(600, process.kill)
     watchdog.start()
     os.close(theirs)
     while True:

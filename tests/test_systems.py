@@ -383,7 +383,7 @@ def under_torchrun(tmp_path_factory, pangrams):
         env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert ended.returncode == 0, ended.stderr
     return folder

@@ -43,7 +43,7 @@ def compiled(folder: Path, text: Path, compiler: str, *args: object, **how: Any)
     script.chmod(0o755)
     env = {"CXX": str(script), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     flags = [*SHORT, "--data", text, "--out", folder / "out", "--compile", *args]
-    return run(*flags, env=env, seconds=400, **how)
+    return run(*flags, env=env, seconds=1800, **how)
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_alone_with_a_torch_that_cannot_be_imported_it_says_why(tmp_path):
         env={key: value for key, value in ENVIRONMENT.items() if key != "PYTHONPATH"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert ran.returncode == 0 and ran.stderr == "", ran
     facts = parse(ran.stdout)

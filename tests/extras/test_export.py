@@ -48,14 +48,14 @@ def tokenizers(transformers, tmp_path_factory):
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(text=st.text(VOCABULARIES["char"]["chars"], min_size=1))
 def test_transformers_encodes_characters_as_chardata_does(tokenizers, text):
     ids = chardata.encode(text, **VOCABULARIES["char"]).tolist()
     assert tokenizers["char"](text)["input_ids"] == ids and tokenizers["char"].decode(ids) == text
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_transformers_encodes_bytes_as_chardata_does(tokenizers, text):
     assert tokenizers["byte"](text)["input_ids"] == list(text.encode())

@@ -29,7 +29,7 @@ def run_script(
         ["bash", script, *words],
         cwd=folder,
         env=environment,
-        timeout=30,
+        timeout=600,
         capture_output=True,
         text=True,
     )

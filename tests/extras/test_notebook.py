@@ -40,7 +40,7 @@ def folder(tmp_path, monkeypatch):
 def execute(notebook, folder) -> None:
     """Run all cells in `folder`; an exception in a cell is raised here."""
     resources = {"metadata": {"path": str(folder)}}
-    nbclient.NotebookClient(notebook, timeout=120, resources=resources).execute(env=ENVIRONMENT)
+    nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute(env=ENVIRONMENT)
 
 
 def read():
@@ -84,7 +84,7 @@ def test_the_notebook_trains_on_two_ranks_and_uses_the_result(folder):
         [sys.executable, "out-notebook/train.py"],
         cwd=folder,
         env={**ENVIRONMENT, "PYTHONPATH": str(folder / ".." / "..")},
-        timeout=120,
+        timeout=600,
         capture_output=True,
         text=True,
     )

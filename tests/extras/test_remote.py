@@ -594,7 +594,7 @@ def test_processes_that_ask_at_once_download_once_and_one_that_was_killed_blocks
         rank.stdin.flush()
     dying.kill()
     dying.communicate()
-    answers = {rank.communicate(timeout=60)[0] for rank in ranks}
+    answers = {rank.communicate(timeout=600)[0] for rank in ranks}
     assert answers == {f"{remote.download(data)}\n"}
     assert contents(remote.download(data)) == parts
     assert (tmp_path / "fetched").read_text().count("\n") == 1 + len(parts)

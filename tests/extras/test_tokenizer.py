@@ -73,14 +73,14 @@ ANY = st.text(st.sampled_from("ab é漢1²'s.,!-\n\r\t 😀_"), max_size=30)
 
 
 @pytest.mark.parametrize("name", WORDS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(left=ANY, right=ANY)
 def test_a_text_cut_before_a_space_between_letters_has_the_same_tokens(name, left, right):
     left, right = f"{left}x", f" y{right}"
     assert ids(left, WORDS[name]) + ids(right, WORDS[name]) == ids(left + right, WORDS[name])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=ANY.map(lambda text: 5 * text), piece=st.integers(1, 40))
 def test_the_pieces_are_the_text(text, piece):
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +146,7 @@ def test_two_processes_encode_the_same_file_once(cache, tmp_path):
         time.sleep(0.5)
         assert not waiting.done() and not os.path.exists(path)
         holder.kill()
-        assert waiting.result(timeout=20) == path
+        assert waiting.result(timeout=600) == path
     holder.wait()
     assert np.load(path).tolist() == expected and expected
 
@@ -186,7 +186,7 @@ def test_the_truncation_and_padding_of_a_tokenizer_are_switched_off():
 CHARACTERS = st.text(st.sampled_from("ab é漢字😀\n"), min_size=1, max_size=20)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=CHARACTERS)
 def test_decoding_ids_one_by_one_gives_the_text(text):
     found = tokenizer.encode(text, "tokenizer", WORDS["GPT-2"]).tolist()

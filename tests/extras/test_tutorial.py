@@ -43,7 +43,7 @@ def run_script(script: Path, folder: Path, launcher: list[str]) -> Outcome:
         [*launcher, str(script)],
         cwd=folder,
         env=ENVIRONMENT,
-        timeout=120,
+        timeout=600,
         capture_output=True,
         text=True,
     )

@@ -4,9 +4,13 @@ and two ranks, and after a stop and a resume."""
 import difflib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -43,6 +47,16 @@ class Outcome(NamedTuple):
     step: int  # that its name says
 
 
+def write_stacks_and_kill(process: subprocess.Popen, folder: Path) -> None:
+    """Let all processes that run in `folder` write where they are, and end them."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.readlink(entry / "cwd") == f"{folder}" and int(entry.name) != process.pid:
+                os.kill(int(entry.name), signal.SIGABRT)
+    time.sleep(5)
+    process.kill()
+
+
 def launch(script: Path, folder: Path, ranks: int, *args: object, env: dict = {}) -> str:
     """Run a script in `folder`, as plain python or with torchrun; return its standard output.
 
@@ -52,21 +66,25 @@ def launch(script: Path, folder: Path, ranks: int, *args: object, env: dict = {}
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"]
         launcher += ["--redirects", "3", "--log-dir", f"{logs}"]  # output to files, one per rank
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*launcher, str(script), *map(str, args)],
         cwd=folder,
-        env={**ENVIRONMENT, **env},
-        timeout=300,
-        capture_output=True,
+        env={**ENVIRONMENT, "PYTHONFAULTHANDLER": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # so that a signal to the process group reaches only the script
     )
+    hangs = threading.Timer(600, write_stacks_and_kill, [process, folder])
+    hangs.start()
+    output, errors = process.communicate()
+    hangs.cancel()
     written = {
         f"{path.parent.name}/{path.stem}": path.read_text() for path in logs.glob("*/*/*/std*.log")
     }
-    assert done.returncode == 0, (done.stderr, written)
+    assert process.returncode == 0, f"{errors}\n{written}"
     if ranks == 1:
-        return done.stdout
+        return output
     assert len(written) == 2 * ranks
     for rank in range(1, ranks):
         assert written[f"{rank}/stdout"] == "" and "wandb" not in written[f"{rank}/stderr"]
@@ -239,7 +257,7 @@ def test_an_error_beside_workers_of_a_dataloader_ends_the_program(tmp_path, rank
         [sys.executable, *(launcher if ranks > 1 else []), script, "2"],
         cwd=tmp_path,
         env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}"},
-        timeout=120,
+        timeout=600,
         capture_output=True,
         text=True,
     )

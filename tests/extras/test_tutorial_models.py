@@ -41,7 +41,7 @@ def start_script(script: Path, folder: Path, ranks: int) -> subprocess.Completed
         [*(PYTHON if ranks == 1 else TORCHRUN), str(script)],
         cwd=folder,
         env=ENVIRONMENT,
-        timeout=300,
+        timeout=600,
         capture_output=True,
         text=True,
     )

@@ -235,7 +235,7 @@ def cut_link(start: Callable[..., Program], delay: float, *flags: object) -> Non
         set_link(hosts[1], "down")
         all_ended = lambda: not any(p.family("\0RANK=") for p in programs)  # noqa: E731
         # A rank whose store does not answer ends when gloo gives up, after twice the timeout.
-        wait_for(all_ended, "every rank to end", 2 * TIMEOUT + 10)
+        wait_for(all_ended, "every rank to end", 2 * TIMEOUT + 60)
         if start is agent:  # that of host 1 waits for the rendezvous until the system gives up
             programs[1].process.kill()
         ran = [end.result() for end in ends]
