@@ -113,8 +113,7 @@ def add_commands(
                 full = os.path.isdir(output) and os.listdir(output)
                 if os.path.isfile(output) or full or target.list_checkpoints(output):
                     raise ValueError(f"{output} exists already; choose another path")
-                entries = open_storage(out).list_checkpoints(out)
-                (entry,) = (e for e in entries if e.name == os.path.basename(state["name"]))
+                [entry] = target.parse_names([os.path.basename(state["name"])])
                 saved = {key: value for key, value in state.items() if key != "name"}
                 target.save(output, saved, entry.step, entry.loss)
                 return

@@ -15,7 +15,9 @@ ImportError and ValueError keep their type. A URL with a password is a ValueErro
 written to logs and checkpoints: set an environment variable such as FSSPEC_FTP_PASSWORD.
 """
 
+import ftplib
 import hashlib
+import importlib
 import os
 import re
 import socket
@@ -29,6 +31,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import filelock
+from fsspec.config import conf
 from fsspec.core import url_to_fs
 
 # What fsspec's HTTP file system knows of the version of a file.
@@ -85,7 +88,7 @@ def _save(
     That part is deleted if possible; otherwise its digest does not match its name. A file that is
     there already and verifies is not written again, because a failure would delete it.
     """
-    with tempfile.TemporaryDirectory() as local:
+    with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
         entry = ckpt.save(local, state, step, loss)
         _make_folder(url)
         _upload_texts(texts, url)
@@ -100,13 +103,16 @@ def _save(
                         fs.rm_file(target)
                     raise
     if keep is not None:
-        _prune(ckpt, url, keep)
+        try:
+            _prune(ckpt, url, keep)
+        except OSError as error:  # such as credentials that may only write
+            warnings.warn(f"older checkpoints not deleted: {error}", stacklevel=2)
     return entry
 
 
 def _load(ckpt: ModuleType, url: str, entry: Any) -> dict[str, Any]:
     """Download a checkpoint to a temporary local folder, read and verify it."""
-    with tempfile.TemporaryDirectory() as local:
+    with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
         if entry.name.endswith(".pt"):
             with _file_system(url) as (fs, path):
                 fs.get_file(f"{path}/{entry.name}", f"{local}/{entry.name}")
@@ -149,12 +155,15 @@ def _newest(
 
 
 def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
-    with _file_system(url) as (fs, path):
+    paths = []
+    with suppress(FileNotFoundError), _file_system(url) as (fs, path):
         fs.invalidate_cache()
-        try:  # exists() of some file systems returns False if the server does not answer
-            paths = fs.ls(path, detail=False)
-        except FileNotFoundError:
-            paths = []
+        # Not exists(): for some file systems it is False if the server does not answer.
+        paths = fs.ls(path, detail=False)
+        # fsspec's ftp returns an empty list if the server refuses for now to list a folder.
+        ftp = isinstance(getattr(fs, "ftp", None), ftplib.FTP)
+        if ftp and not paths and path not in fs.dircache:
+            raise OSError("the folder was not listed; try again")
     return ckpt.parse_names(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
 
@@ -236,7 +245,8 @@ def download(url: str) -> list[str]:
     version of a file at http:// or https:// is its ETag, modification time and size, as far as the
     server sends them. Any number of processes may call this: on each node the first one downloads
     and the others wait.
-    FileNotFoundError if no file matches, IsADirectoryError if a folder does.
+    FileNotFoundError if no file matches, IsADirectoryError if a folder does. OSError if a file that
+    is not at http:// or https:// changes meanwhile: large ones are read in parts.
 
     fsspec's own cache is not used: it downloads to the final name without a lock, so that another
     process can read half a file.
@@ -245,22 +255,42 @@ def download(url: str) -> list[str]:
     copies = []
     with _file_system(url) as (fs, path):
         fs.invalidate_cache()
-        for name in [path] if fs.exists(path) else sorted(fs.glob(path)):
-            if fs.isdir(name):
-                raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
-            version = f"{fs.unstrip_protocol(name)} {fs.ukey(name)}"
-            if "://" in name:  # http: here ukey() depends only on the URL
-                info = fs.info(name)
-                version += "".join(f" {info.get(key)}" for key in HTTP_VERSION)
+        names = [path] if fs.exists(path) else sorted(fs.glob(path))
+        if any(map(fs.isdir, names)):
+            raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
+        for name in names:
+            version = _version(fs, name)
             digest = hashlib.sha256(version.encode()).hexdigest()
             folder = os.path.join(cache, "ddpkit", digest[:32])
-            copies.append(_copy_once(fs, name, folder))
+            copies.append(_copy_once(fs, name, folder, version))
+        if not copies and "://" in path:
+            _raise_http_error(fs, path)
     if not copies:
         raise FileNotFoundError(f"{url}: no such file, and no file matches it")
     return copies
 
 
-def _copy_once(fs: Any, name: str, folder: str) -> str:
+def _version(fs: Any, name: str) -> str:
+    """Return what the file system knows of the version of a file."""
+    fs.invalidate_cache()
+    info, version = fs.info(name), f"{fs.unstrip_protocol(name)} {fs.ukey(name)}"
+    if "://" in name:  # http: here ukey() depends only on the URL
+        version += "".join(f" {info.get(key)}" for key in HTTP_VERSION)
+    elif {"time", "mtime"} <= info.keys():  # sftp and smb: "time" is that of the last access
+        version = f"{fs.unstrip_protocol(name)} {info['size']} {info['mtime']}"
+    return version
+
+
+def _raise_http_error(fs: Any, name: str) -> None:
+    """Raise OSError unless the server says that there is no such file. exists() hides the error."""
+    try:
+        fs.info(name)
+    except FileNotFoundError as error:
+        if error.__cause__ and getattr(error.__cause__, "status", 0) not in (404, 410):
+            raise OSError(f"{error.__cause__}") from None
+
+
+def _copy_once(fs: Any, name: str, folder: str, version: str) -> str:
     """Return the local copy of a file; make it if no process has made it yet."""
     # The end of the name says what the file contains. In a URL of http, a query can follow the
     # path, or contain the name.
@@ -275,6 +305,8 @@ def _copy_once(fs: Any, name: str, folder: str) -> str:
                 if not os.path.exists(copy):
                     fs.get_file(name, part)
                     _check_size(fs, name, part)
+                    if "://" not in name and _version(fs, name) != version:
+                        raise OSError(f"{name}: was changed during the download; start again")
                     os.replace(part, copy)
             finally:  # without the lock, this could delete the part of the next process
                 with suppress(FileNotFoundError):
@@ -307,6 +339,16 @@ def _has_password(url: str) -> bool:
     return any(re.match(r"[^/?#]*:(?!\d*[/?#])", user) for user in users)
 
 
+def _http_settings() -> dict[str, Any]:
+    """Return the user's settings of fsspec, and limits for the time in which no data arrives.
+
+    aiohttp's own limit is 5 minutes for a whole download.
+    """
+    ours = {"timeout": importlib.import_module("aiohttp").ClientTimeout(None, None, 60, 60)}
+    theirs = [conf.get(name, {}).get("client_kwargs", {}) for name in ("http", "https")]
+    return {"client_kwargs": ours | theirs[0] | theirs[1]}
+
+
 @contextmanager
 def _file_system(url: str) -> Iterator[tuple[Any, str]]:
     """Give (fsspec file system, path) of a URL, and turn its errors into OSError.
@@ -319,13 +361,23 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
             "a URL must not contain a password, because URLs are written to logs and checkpoints: "
             "set an environment variable, such as FSSPEC_FTP_PASSWORD for ftp"
         )
+    fs = None
     try:
-        fs, path = url_to_fs(url)
+        http = url.startswith(("http://", "https://"))
+        fs, path = url_to_fs(url, **(_http_settings() if http else {}))
         yield fs, path.rstrip("/")
-    except (FileNotFoundError, IsADirectoryError, ImportError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ImportError, ValueError) as error:
+        # fsspec makes a FileNotFoundError of each error of an ftp server. Only error_perm is final.
+        cause = error.__cause__
+        if isinstance(cause, ftplib.Error) and not isinstance(cause, ftplib.error_perm):
+            raise OSError(f"{url}: {cause}") from error
         raise
     except _NoAnswer:
         raise
     except Exception as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise OSError(f"{url}: {text}") from error
+        if fs is not None:  # The connection can be lost: connect again next time.
+            type(fs).clear_instance_cache()
+        text = f"{error}"
+        if isinstance(error, OSError) and error.strerror:
+            text = ": ".join(map(str, filter(None, (error.filename, error.strerror))))
+        raise OSError(f"{url}: {text or type(error).__name__}") from error

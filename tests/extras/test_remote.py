@@ -4,6 +4,7 @@ The URLs are of three kinds: file://, memory:// and an S3 server on this machine
 be slow, to fail and to break off (see the fixture s3 in conftest.py).
 """
 
+import ftplib
 import functools
 import hashlib
 import json
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
@@ -39,6 +41,7 @@ import chardata
 import ckpt
 
 fsspec = pytest.importorskip("fsspec")
+aiohttp = pytest.importorskip("aiohttp")
 from extras import remote  # noqa: E402
 
 STATE = {"model": {"w": torch.arange(50_000.0)}}
@@ -375,6 +378,74 @@ def test_a_download_that_keeps_breaking_off_is_an_error_and_no_older_one_is_used
     assert files.newest(folder)[0].entry == new
 
 
+def test_checkpoints_that_may_not_be_deleted_are_a_warning(files, url, monkeypatch):
+    first = files.save(url, some_state(1), 1)
+
+    def refuse(path):
+        raise PermissionError(13, "Access Denied")
+
+    with remote._file_system(url) as (fs, _):
+        monkeypatch.setattr(fs, "rm_file", refuse)
+    with pytest.warns(UserWarning, match=f"older checkpoints not deleted: {url}: Access Denied"):
+        second = files.save(url, some_state(2), 2, keep=1)
+    assert files.list_checkpoints(url) == [first, second]
+
+
+def test_after_an_error_a_new_connection_is_made(tmp_path):
+    url = f"memory://{tmp_path}"
+    with remote._file_system(url) as (before, _):
+        pass
+    with remote._file_system(url) as (same_one, _):
+        assert same_one is before
+    with pytest.raises(OSError, match="EOFError"), remote._file_system(url):
+        raise EOFError
+    with remote._file_system(url) as (after, _):
+        assert after is not before
+
+
+class Ftp(ftplib.FTP):
+    """Behaves as the connection to an FTP server with one folder, /run. Refuses with `refusal`."""
+
+    refusal: type[ftplib.Error] | None = None
+
+    def connect(self, *_, **__):
+        return ""
+
+    def login(self, *_, **__):
+        return ""
+
+    def mlsd(self, path="", facts=()):
+        if self.refusal and path.endswith("run"):
+            raise self.refusal("4xx or 5xx")
+        return iter([("run", {"type": "dir"})] if path in ("", "/") else [])
+
+    def retrbinary(self, *_, **__):
+        raise self.refusal("4xx or 5xx")
+
+    def retrlines(self, command, callback):
+        if self.refusal:
+            raise self.refusal("4xx or 5xx")
+
+
+@pytest.mark.parametrize("refusal", [ftplib.error_temp, ftplib.error_reply])
+def test_an_ftp_server_that_refuses_for_now_is_not_taken_for_an_empty_folder(
+    files, monkeypatch, refusal
+):
+    """fsspec makes FileNotFoundError or an empty list of it, so a run would begin again."""
+    monkeypatch.setattr("fsspec.implementations.ftp.FTP", Ftp)
+    url = "ftp://localhost/run"
+    assert files.newest(url) == (None, {})
+    monkeypatch.setattr(Ftp, "refusal", refusal)
+    with pytest.raises(OSError, match=f"{url}: the folder was not listed; try again") as error:
+        files.newest(url)
+    assert error.type is OSError
+    with pytest.raises(OSError, match=f"{url}: 4xx or 5xx") as error:
+        files.read_text(url, "metrics.jsonl")
+    assert error.type is OSError
+    monkeypatch.setattr(Ftp, "refusal", ftplib.error_perm)  # 550: there is no such file
+    assert files.read_text(url, "metrics.jsonl") == ""
+
+
 def test_half_a_file_of_an_upload_that_failed_is_deleted(files, tmp_path, monkeypatch):
     folder = f"file://{tmp_path}/out"  # not an object store: the file exists before it is complete
     old = files.save(folder, STATE, 1)
@@ -533,6 +604,72 @@ def test_a_download_that_is_too_short_is_an_error(cache, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="got 3 of 10 bytes"):
         remote.download(f"file://{tmp_path}/data/x.bin")
     assert not list(cache.rglob("x.bin*"))
+
+
+def test_a_file_that_is_replaced_during_its_download_is_an_error_and_not_kept(
+    url, cache, monkeypatch
+):
+    """Large files of S3 are read in parts, so the copy can be a mixture of both versions."""
+    put(url, "text.txt", b"old")
+    with remote._file_system(url) as (fs, _):
+        get_file = fs.get_file
+
+    def replace_too(name, copy, **how):
+        get_file(name, copy, **how)
+        time.sleep(0.02)  # the clock of some file systems
+        put(url, "text.txt", b"new")
+
+    monkeypatch.setattr(fs, "get_file", replace_too)
+    with pytest.raises(OSError, match="text.txt: was changed during the download; start again"):
+        remote.download(f"{url}/text.txt")
+    assert not list(cache.rglob("text.txt*"))
+
+
+def test_the_time_of_the_last_access_is_not_a_part_of_the_version():
+    class Sftp(fsspec.AbstractFileSystem):
+        protocol = "sftp"
+        accessed = 0
+
+        def info(self, path, **_):
+            self.accessed += 1
+            return {"name": path, "size": 5, "type": "file", "time": self.accessed, "mtime": 7}
+
+    fs = Sftp()
+    assert fs.ukey("/x") != fs.ukey("/x")
+    assert remote._version(fs, "/x") == remote._version(fs, "/x") == "sftp:///x 5 7"
+
+
+@pytest.mark.parametrize(
+    "status, reason", [(404, "no such file, and no file matches it"), (403, "403, .*Forbidden")]
+)
+def test_a_website_that_refuses_a_file_is_not_taken_for_one_without_it(
+    website, cache, monkeypatch, status, reason
+):
+    _, address = website
+
+    def refuse(self):
+        self.send_error(status)
+
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "do_GET", refuse)
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "do_HEAD", refuse)
+    with pytest.raises(OSError, match=f"{address}/text.txt: {reason}") as error:
+        remote.download(f"{address}/text.txt")
+    assert (error.type is FileNotFoundError) == (status == 404)
+
+
+def test_a_download_from_a_website_may_take_long_but_not_without_data(cache, monkeypatch):
+    with remote._file_system("https://127.0.0.1/x.txt") as (fs, _):
+        timeout = fs.client_kwargs["timeout"]
+    assert (timeout.total, timeout.sock_connect, timeout.sock_read) == (None, 60, 60)
+    # Of the user's own settings, none is lost.
+    own = {"client_kwargs": {"trust_env": True, "timeout": aiohttp.ClientTimeout(sock_read=0.2)}}
+    monkeypatch.setitem(fsspec.config.conf, "http", own)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.txt"
+        with remote._file_system(url) as (fs, _):
+            assert fs.client_kwargs["trust_env"] is True
+        with pytest.raises(OSError, match=f"{url}: .*[Tt]imeout"):
+            remote.download(url)
 
 
 def test_threads_that_ask_at_once_get_one_complete_copy(url, cache):

@@ -75,7 +75,7 @@ def launch(script: Path, folder: Path, ranks: int, *args: object, env: dict = {}
         text=True,
         start_new_session=True,  # so that a signal to the process group reaches only the script
     )
-    hangs = threading.Timer(600, write_stacks_and_kill, [process, folder])
+    hangs = threading.Timer(900, write_stacks_and_kill, [process, folder])
     hangs.start()
     output, errors = process.communicate()
     hangs.cancel()
