@@ -48,8 +48,11 @@ def add_commands(
             if state:
                 texts = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
                 click.echo(describe.describe(state, *texts))
-            for line in lines:
-                click.echo(line)
+            # A training that is going on can have deleted some of them meanwhile.
+            left = {entry.name for entry in storage.list_checkpoints(out)}
+            for entry, line in zip(entries, lines):
+                if entry.name in left:
+                    click.echo(line)
             if not state:
                 raise ValueError(f"{out}: there is no checkpoint that can be used")
 

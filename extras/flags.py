@@ -33,12 +33,13 @@ def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIO
     --config names a TOML file with defaults of the group's flags. The environment and the command
     line win over it. Before a command, it holds for the flags that the command shares with the
     group.
-    prefix: environment variables that begin with PREFIX_ must be flags of the group or of its
-    commands. Numbers, also of commands, must not be nan, which click's ranges accept, nor above
-    LIMIT if their range has no end.
+    prefix: environment variables that begin with PREFIX_ set flags, and must name flags of the
+    group or of its commands. Numbers, also of commands, must not be nan, which click's ranges
+    accept, nor above LIMIT if their range has no end.
     sections: maps the name of the first flag of each section to the title of the section.
     """
     known = [f"{param.name}" for param in group.params if param.expose_value]
+    group.context_settings.setdefault("auto_envvar_prefix", prefix)
 
     def read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
         if path is not None:

@@ -86,12 +86,12 @@ def curve(run: Run, x: str, y: str) -> tuple[list[float], list[float]]:
 
 
 def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float]) -> list[float]:
-    """Return the average of each value and its neighbours, 1/40 of all values on each side.
+    """Return the average of each value and its neighbours: on each side 1/40 of all, at most 250.
 
     NaN stays NaN. At the beginning, where a loss falls quickly, fewer neighbours are used: as many
     after a value as there are before it.
     """
-    reach, out = -(-len(values) // 40), []
+    reach, out = min(250, -(-len(values) // 40)), []
     for i, value in enumerate(values):
         near = [v for v in values[i - min(i, reach) : i + min(i, reach) + 1] if math.isfinite(v)]
         out.append(average(near) if math.isfinite(value) else math.nan)
@@ -123,6 +123,7 @@ def draw(runs: Sequence[Run], path: str) -> None:
     with matplotlib.rc_context(dict[Any, Any](matplotlib.rcParamsDefault) | STYLE):
         drawn = figure(runs)
         known, kind = drawn.canvas.get_supported_filetypes(), os.path.splitext(path)[1][1:].lower()
+        del known["pgf"]  # needs LaTeX
         if kind not in known:
             endings = ", ".join(f".{name}" for name in known)
             raise ValueError(f"{path}: the ending must be one of {endings}")

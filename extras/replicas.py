@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 # The integer type with the size of an element, in bytes
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,13 +56,14 @@ def verify_replicas(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    """Yield the parameters and the tensors in the states of the optimizers, in a fixed order."""
+    """Yield the parameters and all tensors in the states of the optimizers, in a fixed order."""
     yield from model.parameters()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
-                yield from (state[key] for key in sorted(state) if torch.is_tensor(state[key]))
+                values = tree_leaves([state[key] for key in sorted(state)])  # also those in lists
+                yield from filter(torch.is_tensor, values)
 
 
 def fingerprint(tensors: Iterator[Tensor]) -> Tensor:

@@ -29,8 +29,9 @@ def set_launch_env_(env: MutableMapping[str, str] = os.environ) -> None:
     number 0 in each task. Then LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1, as if the task were
     alone on its node, because programs take the GPU number LOCAL_RANK.
 
-    Raises ValueError if a variable of srun is missing or cannot be understood. In this case, `env`
-    is not changed.
+    Raises ValueError if a variable of srun is missing or cannot be understood, and on rank 0 if it
+    does not run on the first host of SLURM's list, as can happen in heterogeneous jobs and with
+    --distribution=arbitrary: set MASTER_ADDR there. In these cases, `env` is not changed.
     """
     if "RANK" in env or env.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return
@@ -38,8 +39,15 @@ def set_launch_env_(env: MutableMapping[str, str] = os.environ) -> None:
     local_rank, local_size = whole_number(env, "SLURM_LOCALID"), tasks_on_node(env)
     if "SLURM_STEP_GPUS" in env and torch.cuda.device_count() == 1:
         local_rank, local_size = 0, 1
+    address = env.get("MASTER_ADDR") or first_host(env)
+    node = env.get("SLURMD_NODENAME", address)
+    if rank == 0 and not env.get("MASTER_ADDR") and node != address:
+        raise ValueError(
+            f"rank 0 runs on {node}, but SLURM_STEP_NODELIST begins with {address}: set "
+            f"MASTER_ADDR={node} for all tasks"
+        )
     env.update(
-        MASTER_ADDR=env.get("MASTER_ADDR") or first_host(env),
+        MASTER_ADDR=address,
         MASTER_PORT=env.get("MASTER_PORT") or f"{port(env)}",
         RANK=f"{rank}",
         LOCAL_RANK=f"{local_rank}",
@@ -74,7 +82,7 @@ def tasks_on_node(env: MutableMapping[str, str]) -> int:
 
 
 def first_host(env: MutableMapping[str, str]) -> str:
-    """Return the first host of the step, where rank 0 runs. SLURM writes "n[07-9]" for n07-n09."""
+    """Return the first host of the step. SLURM writes "n[07-9]" for n07-n09."""
     # Cut at the first comma outside of brackets, then keep the first number in each bracket.
     first = re.sub(r",(?![^\[]*\]).*", "", text(env, "SLURM_STEP_NODELIST"))
     return re.sub(r"\[(\d*).*?\]", r"\1", first)

@@ -2,17 +2,20 @@
 
 import re
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import TINY, Ran, ahead, checkpoints, metrics, run
 
 import ckpt
 import gpt
-from extras import describe
+from extras import commands, describe
 
 RUNS = [
     *TINY,
@@ -81,11 +84,18 @@ def test_a_description_counts_tied_weights_once_and_takes_the_last_metrics():
         "model       gpt2, 2 layers, 1 heads, width 4, block size 8",
         "vocabulary  3 tokens of kind char",
         "parameters  17 (0.0 MB; optimizers 0.0 MB)",
-        "trained     1,200 steps, 128 tokens, unknown epochs",
+        "trained     1,200 steps, unknown tokens, unknown epochs",  # step 1200 has no line
         "loss        training 3.0000, validation 2.5000",
         "made with   torch 2, ranks 4",
         "flags       --arch gpt2 --layers 2 --heads 1 --embd 4 --block-size 8 --lr 0.1",
     ]
+
+
+def test_tokens_and_epochs_are_those_of_the_step_of_the_checkpoint():
+    metrics = [f'{{"step": {n}, "tokens": {64 * n}, "epoch": {n / 4}}}' for n in (1199, 1200, 1201)]
+    text = describe.describe(STATE, "\n".join(metrics), "")
+    assert "1,200 steps, 76,800 tokens, 300 epochs" in text
+    assert "1,200 steps, unknown tokens" in describe.describe(STATE, metrics[0], "")
 
 
 def test_the_state_of_the_last_checkpoint_that_verifies_is_returned_with_a_line_on_each():
@@ -151,3 +161,33 @@ def test_info_of_a_checkpoint_of_another_program_is_an_error_of_one_line(tmp_pat
 
 def test_info_of_an_empty_folder_is_an_error_of_one_line(tmp_path):
     mistaken(run("info", tmp_path), tmp_path, "no checkpoint")
+
+
+def test_info_and_export_work_while_a_training_deletes_older_checkpoints(tmp_path):
+    """Between two listings, the first checkpoint disappears."""
+    names = [f"step-0000000{step}-{'0' * 32}.pt" for step in (1, 2)]
+    listings = [ckpt.parse_names(names), ckpt.parse_names(names[1:])]
+
+    def load(folder, entry):
+        if entry.step == 1:
+            raise FileNotFoundError("no such file")
+        return {**STATE, "step": 2}
+
+    storage = SimpleNamespace(
+        list_checkpoints=lambda _: listings.pop(0), load=load, read_text=lambda *_: ""
+    )
+    group = click.Group("program")
+    commands.add_commands(
+        group,
+        lambda name: describe,
+        nullcontext,
+        lambda out: storage if out == "out" else ckpt,
+        lambda out: {**load(out, ckpt.parse_names(names)[1]), "name": f"{out}/{names[1]}"},
+    )
+    ran = CliRunner().invoke(group, ["info", "out"])
+    assert ran.exit_code == 0 and f"{names[1]}  verified" in ran.output, ran
+    assert names[0] not in ran.output
+    copied = f"{tmp_path}/copied"
+    ran = CliRunner().invoke(group, ["export", "out", "--format", "checkpoint", "-o", copied])
+    assert ran.exit_code == 0, ran
+    assert [entry.step for entry in ckpt.list_checkpoints(copied)] == [2]

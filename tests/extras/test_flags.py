@@ -8,10 +8,12 @@ import json
 import math
 import re
 
+import click
 import pytest
 from conftest import MODEL, TINY, ahead, metrics, run
 
 import run as program
+from extras import flags
 
 NO_GCSFS = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed"
@@ -32,6 +34,20 @@ def test_the_command_line_wins_over_the_environment_and_the_environment_over_the
     expected = {"steps": 1, "batch_size": 4, "checkpoint_activations": True}
     expected |= {"seed": 6, "clip": 0.7, "layers": 1}
     assert {key: config[key] for key in expected} == expected
+
+
+def test_a_group_of_another_program_reads_variables_with_the_prefix(monkeypatch):
+    seen = {}
+    group = click.Group(
+        "program",
+        params=[click.Option(["--seed"], type=int, default=0)],
+        invoke_without_command=True,
+        callback=lambda **values: seen.update(values),
+    )
+    flags.extend(group, "MYPROGRAM", {})
+    monkeypatch.setenv("MYPROGRAM_SEED", "3")
+    group.main([], standalone_mode=False)
+    assert seen == {"seed": 3}
 
 
 def test_a_command_takes_the_folder_from_the_file_but_not_other_flags(tmp_path):

@@ -105,6 +105,25 @@ def test_the_fingerprint_of_complex_numbers_depends_on_both_parts():
     assert prints[0] == prints[2] != prints[1]
 
 
+def test_tensors_in_lists_are_compared_too():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.LBFGS([weight], max_iter=3)
+
+    def loss():
+        optimizer.zero_grad()
+        total = (weight**4).sum()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    (state,) = optimizer.state.values()
+    found = {
+        tensor.data_ptr()
+        for tensor in replicas.tensors_of(torch.nn.ParameterList([weight]), [optimizer])
+    }
+    assert state["old_dirs"] and {tensor.data_ptr() for tensor in state["old_dirs"]} <= found
+
+
 def test_a_single_process_and_a_group_of_one_compare_nothing():
     model = torch.nn.Linear(2, 2)
     replicas.verify_replicas(model, [torch.optim.SGD(model.parameters())])

@@ -149,6 +149,15 @@ def test_the_store_is_on_the_first_node_of_the_step(nodes, first):
     assert translated(SLURM_STEP_NODELIST=nodes).master_addr == first
 
 
+def test_if_rank_0_does_not_run_on_the_first_host_it_asks_for_master_addr():
+    hosts = dict(SLURM_STEP_NODELIST="n[1-2]", SLURMD_NODENAME="n2")
+    with pytest.raises(ValueError, match="runs on n2, .* begins with n1: set MASTER_ADDR=n2"):
+        translated(**hosts, SLURM_PROCID="0")
+    assert translated(**hosts, SLURM_PROCID="0", MASTER_ADDR="n2").master_addr == "n2"
+    assert translated(**hosts, SLURM_PROCID="1").master_addr == "n1"
+    assert translated(**hosts | {"SLURMD_NODENAME": "n1"}, SLURM_PROCID="0").master_addr == "n1"
+
+
 def test_two_steps_of_a_job_have_different_ports_outside_the_ranges_of_the_system():
     ports = {translated(SLURM_STEP_ID=f"{step}").master_port for step in range(10)}
     assert len(ports) == 10 and all(1024 < port < 32768 for port in ports)
