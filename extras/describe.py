@@ -33,8 +33,8 @@ def describe(state: dict[str, Any], metrics: str, config: str) -> str:
     """Return a description of several lines. ValueError if run.py did not write the checkpoint.
 
     state: a checkpoint of run.py. metrics, config: the texts of metrics.jsonl and config.json, or
-    "". Only metrics up to the step of the checkpoint count: tokens and epochs from the line of this
-    step, losses from the last lines that have them. "unknown" stands for missing values.
+    "". Only metrics up to the step of the checkpoint count, and of these the last values. "unknown"
+    stands for missing values.
     """
     if not {"config", "vocabulary", "step"} <= state.keys():
         raise ValueError("the checkpoint was not written by run.py")
@@ -45,7 +45,8 @@ def describe(state: dict[str, Any], metrics: str, config: str) -> str:
             records += [record] if record["step"] <= state["step"] else []
     with suppress(ValueError, TypeError):
         run = dict(json.loads(config))
-    reached = [record for record in records if record["step"] == state["step"]]
+    counted = [record["step"] for record in records if "tokens" in record][-1:]
+    at_step = "" if counted in ([], [state["step"]]) else f" (at step {counted[0]:,})"
     c, v, weights = state["config"], state["vocabulary"], _weights(state)
     parameters = sum(weight.numel() for weight in weights)
     shown = {
@@ -53,8 +54,8 @@ def describe(state: dict[str, Any], metrics: str, config: str) -> str:
         f"block size {c['block_size']}",
         "vocabulary": f"{v['vocab']} tokens of kind {v['kind']}",
         "parameters": f"{parameters:,} ({_size(weights)}; optimizers {_size(_moments(state))})",
-        "trained": f"{state['step']:,} steps, {_last(reached, 'tokens', ',')} tokens, "
-        f"{_last(reached, 'epoch', '.4g')} epochs",
+        "trained": f"{state['step']:,} steps, {_last(records, 'tokens', ',')} tokens, "
+        f"{_last(records, 'epoch', '.4g')} epochs{at_step}",
         "loss": f"training {_last(records, 'loss', '.4f')}, "
         f"validation {_last(records, 'val_loss', '.4f')}",
         "made with": ", ".join(

@@ -39,7 +39,7 @@ def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIO
     sections: maps the name of the first flag of each section to the title of the section.
     """
     known = [f"{param.name}" for param in group.params if param.expose_value]
-    group.context_settings.setdefault("auto_envvar_prefix", prefix)
+    group.context_settings["auto_envvar_prefix"] = prefix
 
     def read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
         if path is not None:

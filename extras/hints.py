@@ -27,12 +27,7 @@ HINTS = {
 
 def one_line(error: Exception) -> str:
     """Return the type and the first paragraph of an error, with a hint; "" if no hint is known."""
-    # Without __context__: an error in the handler of a MemoryError need not be about memory.
-    trace = ""
-    cause: BaseException | None = error
-    while cause:
-        trace += "".join(traceback.format_exception(cause, chain=False))
-        cause = cause.__cause__
+    trace = "".join(traceback.format_exception(error))
     first_paragraph = " ".join(f"{error}".split("\n\n")[0].split())
     text = ""
     for pattern, hint in HINTS.items():

@@ -122,10 +122,13 @@ def draw(runs: Sequence[Run], path: str) -> None:
     """Write the figure to `path`. Its ending says the format; ValueError if it is unknown."""
     with matplotlib.rc_context(dict[Any, Any](matplotlib.rcParamsDefault) | STYLE):
         drawn = figure(runs)
-        known, kind = drawn.canvas.get_supported_filetypes(), os.path.splitext(path)[1][1:].lower()
-        del known["pgf"]  # needs LaTeX
+        known, kind = (
+            {*drawn.canvas.get_supported_filetypes()},
+            os.path.splitext(path)[1][1:].lower(),
+        )
+        known.remove("pgf")  # needs LaTeX
         if kind not in known:
-            endings = ", ".join(f".{name}" for name in known)
+            endings = ", ".join(f".{name}" for name in sorted(known))
             raise ValueError(f"{path}: the ending must be one of {endings}")
         no_time = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
         drawn.savefig(path, metadata=no_time.get(kind))

@@ -36,6 +36,8 @@ from fsspec.core import url_to_fs
 
 # What fsspec's HTTP file system knows of the version of a file.
 HTTP_VERSION = ("ETag", "Last-Modified", "Content-MD5", "Digest", "size")
+# What changes with the content of a file, in the words of different file systems; the first counts.
+CHANGES = "ETag etag generation sha mtime modify LastModified last_modified created".split()
 Texts = dict[tuple[str, str], list[str]]  # (folder, name) -> parts of the text, in order
 
 
@@ -162,7 +164,7 @@ def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
         paths = fs.ls(path, detail=False)
         # fsspec's ftp returns an empty list if the server refuses for now to list a folder.
         ftp = isinstance(getattr(fs, "ftp", None), ftplib.FTP)
-        if ftp and not paths and path not in fs.dircache:
+        if ftp and not paths and fs._strip_protocol(path) not in fs.dircache:
             raise OSError("the folder was not listed; try again")
     return ckpt.parse_names(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
@@ -259,26 +261,23 @@ def download(url: str) -> list[str]:
         if any(map(fs.isdir, names)):
             raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
         for name in names:
-            version = _version(fs, name)
+            version = f"{fs.unstrip_protocol(name)} {fs.ukey(name)}"
+            info = fs.info(name)
+            if "://" in name:  # http: here ukey() depends only on the URL
+                version += "".join(f" {info.get(key)}" for key in HTTP_VERSION)
+            elif {
+                "time",
+                "mtime",
+            } <= info.keys():  # sftp and smb: "time" is that of the last access
+                version = f"{fs.unstrip_protocol(name)} {info['size']} {info['mtime']}"
             digest = hashlib.sha256(version.encode()).hexdigest()
             folder = os.path.join(cache, "ddpkit", digest[:32])
-            copies.append(_copy_once(fs, name, folder, version))
+            copies.append(_copy_once(fs, name, folder))
         if not copies and "://" in path:
             _raise_http_error(fs, path)
     if not copies:
         raise FileNotFoundError(f"{url}: no such file, and no file matches it")
     return copies
-
-
-def _version(fs: Any, name: str) -> str:
-    """Return what the file system knows of the version of a file."""
-    fs.invalidate_cache()
-    info, version = fs.info(name), f"{fs.unstrip_protocol(name)} {fs.ukey(name)}"
-    if "://" in name:  # http: here ukey() depends only on the URL
-        version += "".join(f" {info.get(key)}" for key in HTTP_VERSION)
-    elif {"time", "mtime"} <= info.keys():  # sftp and smb: "time" is that of the last access
-        version = f"{fs.unstrip_protocol(name)} {info['size']} {info['mtime']}"
-    return version
 
 
 def _raise_http_error(fs: Any, name: str) -> None:
@@ -290,7 +289,7 @@ def _raise_http_error(fs: Any, name: str) -> None:
             raise OSError(f"{error.__cause__}") from None
 
 
-def _copy_once(fs: Any, name: str, folder: str, version: str) -> str:
+def _copy_once(fs: Any, name: str, folder: str) -> str:
     """Return the local copy of a file; make it if no process has made it yet."""
     # The end of the name says what the file contains. In a URL of http, a query can follow the
     # path, or contain the name.
@@ -303,9 +302,10 @@ def _copy_once(fs: Any, name: str, folder: str, version: str) -> str:
         with filelock.FileLock(os.path.join(folder, ".lock")):
             try:
                 if not os.path.exists(copy):
+                    before = _state(fs, name)
                     fs.get_file(name, part)
                     _check_size(fs, name, part)
-                    if "://" not in name and _version(fs, name) != version:
+                    if "://" not in name and _state(fs, name) != before:
                         raise OSError(f"{name}: was changed during the download; start again")
                     os.replace(part, copy)
             finally:  # without the lock, this could delete the part of the next process
@@ -314,6 +314,13 @@ def _copy_once(fs: Any, name: str, folder: str, version: str) -> str:
     except NotImplementedError as error:  # of old versions of filelock
         raise OSError(f"{folder}: {error}; XDG_CACHE_HOME can name a disk with locks") from error
     return copy
+
+
+def _state(fs: Any, name: str) -> tuple[Any, Any]:
+    """Return the size of a remote file, and what changes with its content."""
+    fs.invalidate_cache()
+    info = fs.info(name)
+    return info.get("size"), next((info[key] for key in CHANGES if key in info), None)
 
 
 def _check_size(fs: Any, name: str, copy: str) -> None:
@@ -344,7 +351,11 @@ def _http_settings() -> dict[str, Any]:
 
     aiohttp's own limit is 5 minutes for a whole download.
     """
-    ours = {"timeout": importlib.import_module("aiohttp").ClientTimeout(None, None, 60, 60)}
+    try:
+        timeout = importlib.import_module("aiohttp").ClientTimeout
+    except ImportError:  # fsspec says what is missing
+        return {}
+    ours = {"timeout": timeout(total=None, connect=60, sock_connect=60, sock_read=60)}
     theirs = [conf.get(name, {}).get("client_kwargs", {}) for name in ("http", "https")]
     return {"client_kwargs": ours | theirs[0] | theirs[1]}
 

@@ -31,7 +31,8 @@ def set_launch_env_(env: MutableMapping[str, str] = os.environ) -> None:
 
     Raises ValueError if a variable of srun is missing or cannot be understood, and on rank 0 if it
     does not run on the first host of SLURM's list, as can happen in heterogeneous jobs and with
-    --distribution=arbitrary: set MASTER_ADDR there. In these cases, `env` is not changed.
+    --distribution=arbitrary: then set MASTER_ADDR for all tasks. After an error, `env` is as it
+    was.
     """
     if "RANK" in env or env.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return
@@ -40,7 +41,7 @@ def set_launch_env_(env: MutableMapping[str, str] = os.environ) -> None:
     if "SLURM_STEP_GPUS" in env and torch.cuda.device_count() == 1:
         local_rank, local_size = 0, 1
     address = env.get("MASTER_ADDR") or first_host(env)
-    node = env.get("SLURMD_NODENAME", address)
+    node = env.get("SLURMD_NODENAME") or address
     if rank == 0 and not env.get("MASTER_ADDR") and node != address:
         raise ValueError(
             f"rank 0 runs on {node}, but SLURM_STEP_NODELIST begins with {address}: set "

@@ -236,7 +236,7 @@ def run_on_ranks(function: Callable[..., None], size: int, *args: str) -> None:
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1 that the system does not choose for other programs (it begins at 32768)."""
+    """Return a free port of 127.0.0.1 that the system does not choose for other programs (from 32768 on)."""
     while True:
         with (
             suppress(OSError),

@@ -84,7 +84,7 @@ def test_a_description_counts_tied_weights_once_and_takes_the_last_metrics():
         "model       gpt2, 2 layers, 1 heads, width 4, block size 8",
         "vocabulary  3 tokens of kind char",
         "parameters  17 (0.0 MB; optimizers 0.0 MB)",
-        "trained     1,200 steps, unknown tokens, unknown epochs",  # step 1200 has no line
+        "trained     1,200 steps, 128 tokens, unknown epochs (at step 2)",
         "loss        training 3.0000, validation 2.5000",
         "made with   torch 2, ranks 4",
         "flags       --arch gpt2 --layers 2 --heads 1 --embd 4 --block-size 8 --lr 0.1",
@@ -94,8 +94,9 @@ def test_a_description_counts_tied_weights_once_and_takes_the_last_metrics():
 def test_tokens_and_epochs_are_those_of_the_step_of_the_checkpoint():
     metrics = [f'{{"step": {n}, "tokens": {64 * n}, "epoch": {n / 4}}}' for n in (1199, 1200, 1201)]
     text = describe.describe(STATE, "\n".join(metrics), "")
-    assert "1,200 steps, 76,800 tokens, 300 epochs" in text
-    assert "1,200 steps, unknown tokens" in describe.describe(STATE, metrics[0], "")
+    assert "1,200 steps, 76,800 tokens, 300 epochs\n" in text
+    text = describe.describe(STATE, metrics[0], "")
+    assert "1,200 steps, 76,736 tokens, 299.8 epochs (at step 1,199)" in text
 
 
 def test_the_state_of_the_last_checkpoint_that_verifies_is_returned_with_a_line_on_each():

@@ -58,21 +58,6 @@ def test_memory_is_named_if_the_compiler_had_too_little():
     assert line.endswith(MEMORY)
 
 
-def fail_after_memory_error(cause):
-    try:
-        raise MemoryError
-    except MemoryError as error:
-        raise RuntimeError("lost") from error if cause else None
-
-
-def test_only_the_cause_of_an_error_counts_and_not_what_was_handled_before():
-    assert one_line(caught(lambda: fail_after_memory_error(True))) == "RuntimeError: lost" + MEMORY
-    error = caught(lambda: fail_after_memory_error(False))
-    assert isinstance(error.__context__, MemoryError) and one_line(error) == ""
-    error.__suppress_context__ = False
-    assert one_line(error) == ""
-
-
 @pytest.mark.parametrize("error", [OutOfMemoryError("out of resource"), KeyError("x"), OSError(5)])
 def test_other_errors_have_no_hint(error):
     assert one_line(caught(lambda: fail(error))) == ""

@@ -205,3 +205,12 @@ def test_runs_that_cannot_be_plotted_are_an_error_of_one_line(done, tmp_path):
         "pip install matplotlib",
     )
     assert not [*tmp_path.glob("a.*")]
+
+
+def test_two_figures_are_drawn_one_after_the_other_and_pgf_is_refused(tmp_path):
+    runs = [plot.parse("a", '{"step": 1, "loss": 2.0, "tokens": 9}', "{}")]
+    for name in ("one.png", "two.svg"):
+        plot.draw(runs, f"{tmp_path}/{name}")
+        assert (tmp_path / name).stat().st_size > 1000
+    with pytest.raises(ValueError, match="the ending must be one of .*png"):
+        plot.draw(runs, f"{tmp_path}/three.pgf")

@@ -7,6 +7,7 @@ be slow, to fail and to break off (see the fixture s3 in conftest.py).
 import ftplib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -41,7 +42,6 @@ import chardata
 import ckpt
 
 fsspec = pytest.importorskip("fsspec")
-aiohttp = pytest.importorskip("aiohttp")
 from extras import remote  # noqa: E402
 
 STATE = {"model": {"w": torch.arange(50_000.0)}}
@@ -407,6 +407,7 @@ class Ftp(ftplib.FTP):
     """Behaves as the connection to an FTP server with one folder, /run. Refuses with `refusal`."""
 
     refusal: type[ftplib.Error] | None = None
+    content = {"run": {"type": "dir"}}
 
     def connect(self, *_, **__):
         return ""
@@ -417,7 +418,7 @@ class Ftp(ftplib.FTP):
     def mlsd(self, path="", facts=()):
         if self.refusal and path.endswith("run"):
             raise self.refusal("4xx or 5xx")
-        return iter([("run", {"type": "dir"})] if path in ("", "/") else [])
+        return iter(self.content.items() if path in ("", "/") else ())
 
     def retrbinary(self, *_, **__):
         raise self.refusal("4xx or 5xx")
@@ -434,7 +435,11 @@ def test_an_ftp_server_that_refuses_for_now_is_not_taken_for_an_empty_folder(
     """fsspec makes FileNotFoundError or an empty list of it, so a run would begin again."""
     monkeypatch.setattr("fsspec.implementations.ftp.FTP", Ftp)
     url = "ftp://localhost/run"
-    assert files.newest(url) == (None, {})
+    assert files.newest(url) == files.newest("ftp://localhost/run/none") == (None, {})
+    monkeypatch.setattr(Ftp, "content", {})
+    assert files.newest("ftp://localhost") == (None, {})  # an empty root
+    monkeypatch.undo()
+    monkeypatch.setattr("fsspec.implementations.ftp.FTP", Ftp)
     monkeypatch.setattr(Ftp, "refusal", refusal)
     with pytest.raises(OSError, match=f"{url}: the folder was not listed; try again") as error:
         files.newest(url)
@@ -625,18 +630,40 @@ def test_a_file_that_is_replaced_during_its_download_is_an_error_and_not_kept(
     assert not list(cache.rglob("text.txt*"))
 
 
-def test_the_time_of_the_last_access_is_not_a_part_of_the_version():
-    class Sftp(fsspec.AbstractFileSystem):
-        protocol = "sftp"
-        accessed = 0
+def test_a_file_whose_attributes_change_during_its_download_has_not_changed(
+    cache, tmp_path, monkeypatch
+):
+    url = f"file://{tmp_path}/data"
+    put(url, "text.txt", b"text")
+    with remote._file_system(url) as (fs, path):
+        get_file = fs.get_file
 
-        def info(self, path, **_):
-            self.accessed += 1
-            return {"name": path, "size": 5, "type": "file", "time": self.accessed, "mtime": 7}
+    def link_too(name, copy, **how):
+        get_file(name, copy, **how)
+        os.link(f"{path}/text.txt", f"{path}/backup")
 
-    fs = Sftp()
-    assert fs.ukey("/x") != fs.ukey("/x")
-    assert remote._version(fs, "/x") == remote._version(fs, "/x") == "sftp:///x 5 7"
+    monkeypatch.setattr(fs, "get_file", link_too)
+    assert contents(remote.download(f"{url}/text.txt")) == [b"text"]
+
+
+def test_the_time_of_the_last_access_is_not_a_part_of_the_version(cache, tmp_path, monkeypatch):
+    """The file systems of sftp and smb call it "time", and a download changes it."""
+    url = f"memory://{tmp_path}"
+    put(url, "text.txt", b"text")
+    with remote._file_system(url) as (fs, _):
+        info, accessed = fs.info, itertools.count()
+    monkeypatch.setattr(fs, "info", lambda path: {**info(path), "mtime": 7, "time": next(accessed)})
+    first, second = (remote.download(f"{url}/text.txt") for _ in range(2))
+    assert first == second and contents(first) == [b"text"]
+
+
+def test_a_copy_that_is_there_costs_no_request_per_file(s3, folder, cache):
+    for i in range(3):
+        put(folder, f"{i}.txt", b"text")
+    copies = remote.download(f"{folder}/*.txt")
+    s3.requests.clear()
+    assert remote.download(f"{folder}/*.txt") == copies
+    assert len([path for _, path in s3.requests if ".txt" in path]) <= 1
 
 
 @pytest.mark.parametrize(
@@ -658,9 +685,10 @@ def test_a_website_that_refuses_a_file_is_not_taken_for_one_without_it(
 
 
 def test_a_download_from_a_website_may_take_long_but_not_without_data(cache, monkeypatch):
+    aiohttp = pytest.importorskip("aiohttp")
     with remote._file_system("https://127.0.0.1/x.txt") as (fs, _):
         timeout = fs.client_kwargs["timeout"]
-    assert (timeout.total, timeout.sock_connect, timeout.sock_read) == (None, 60, 60)
+    assert (timeout.total, timeout.connect, timeout.sock_read) == (None, 60, 60)
     # Of the user's own settings, none is lost.
     own = {"client_kwargs": {"trust_env": True, "timeout": aiohttp.ClientTimeout(sock_read=0.2)}}
     monkeypatch.setitem(fsspec.config.conf, "http", own)

@@ -48,12 +48,14 @@ class Outcome(NamedTuple):
 
 
 def write_stacks_and_kill(process: subprocess.Popen, folder: Path) -> None:
-    """Let all processes that run in `folder` write where they are, and end them."""
+    """Let a script that runs in `folder` and its processes write where they are, and end them."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if os.readlink(entry / "cwd") == f"{folder}" and int(entry.name) != process.pid:
                 os.kill(int(entry.name), signal.SIGABRT)
     time.sleep(5)
+    process.send_signal(signal.SIGABRT)  # last, because its ranks die with it
+    time.sleep(1)
     process.kill()
 
 
@@ -76,6 +78,7 @@ def launch(script: Path, folder: Path, ranks: int, *args: object, env: dict = {}
         start_new_session=True,  # so that a signal to the process group reaches only the script
     )
     hangs = threading.Timer(900, write_stacks_and_kill, [process, folder])
+    hangs.daemon = True
     hangs.start()
     output, errors = process.communicate()
     hangs.cancel()

@@ -42,8 +42,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TIMEOUT = 8  # seconds: --timeout of the runs
 PROMPT = 5  # seconds in which all processes end after the one that started them
 # --timeout for faults that it must not end, and seconds in which they must end the run: without
-# the rules of spawn and torchrun, these would be the timeout. The rest is for a slow machine.
-LONG, MUCH_LESS = 120, 60
+# the rules of spawn and torchrun, these would be the timeout, or the 30 s of torchrun's agent.
+LONG, MUCH_LESS = 120, 25
 
 
 @pytest.fixture(scope="module")
