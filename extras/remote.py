@@ -254,30 +254,30 @@ def download(url: str) -> list[str]:
     process can read half a file.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    copies = []
     with _file_system(url) as (fs, path):
         fs.invalidate_cache()
         names = [path] if fs.exists(path) else sorted(fs.glob(path))
         if any(map(fs.isdir, names)):
             raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
-        for name in names:
-            version = f"{fs.unstrip_protocol(name)} {fs.ukey(name)}"
-            info = fs.info(name)
-            if "://" in name:  # http: here ukey() depends only on the URL
-                version += "".join(f" {info.get(key)}" for key in HTTP_VERSION)
-            elif {
-                "time",
-                "mtime",
-            } <= info.keys():  # sftp and smb: "time" is that of the last access
-                version = f"{fs.unstrip_protocol(name)} {info['size']} {info['mtime']}"
-            digest = hashlib.sha256(version.encode()).hexdigest()
-            folder = os.path.join(cache, "ddpkit", digest[:32])
-            copies.append(_copy_once(fs, name, folder))
-        if not copies and "://" in path:
+        if not names and "://" in path:
             _raise_http_error(fs, path)
+        # All versions first, from one listing: a download clears fsspec's cache of it.
+        digests = [hashlib.sha256(_version(fs, name).encode()).hexdigest()[:32] for name in names]
+        folders = [os.path.join(cache, "ddpkit", digest) for digest in digests]
+        copies = [_copy_once(fs, *pair) for pair in zip(names, folders)]
     if not copies:
         raise FileNotFoundError(f"{url}: no such file, and no file matches it")
     return copies
+
+
+def _version(fs: Any, name: str) -> str:
+    """Return what the file system knows of the version of a file."""
+    info, version = fs.info(name), f"{fs.unstrip_protocol(name)} {fs.ukey(name)}"
+    if "://" in name:  # http: here ukey() depends only on the URL
+        version += "".join(f" {info.get(key)}" for key in HTTP_VERSION)
+    elif "time" in info and "mtime" in info:  # sftp and smb: "time" is that of the last access
+        version = f"{fs.unstrip_protocol(name)} {info['size']} {info['mtime']}"
+    return version
 
 
 def _raise_http_error(fs: Any, name: str) -> None:
