@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -80,7 +81,7 @@ class Program:
         *args: object,
         launcher: list[str] = PYTHON,
         env: dict[str, str | None] = {},
-        seconds: float = 600,
+        seconds: float = 900,
         root: Path = ROOT,
     ):
         self.mark = f"TEST_PROGRAM={uuid.uuid4().hex}"  # all descendants inherit it, also orphans
@@ -126,6 +127,12 @@ class Program:
 
     def give_up(self) -> None:
         self.hung = True
+        # faulthandler, which run.py enables, writes where all threads are. The ranks of --spawn die with their parent,
+        # so it is the last.
+        for pid in sorted(self.family(), key=lambda pid: (pid == self.process.pid, -pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+            time.sleep(1)
         self.kill()
 
     def kill(self) -> None:
