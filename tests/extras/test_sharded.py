@@ -15,13 +15,12 @@ import random
 import resource
 import shutil
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, Program, losses, metrics, run, same
+from conftest import PYTHON, TINY, Program, losses, metrics, run, same, signalled
 from test_fsdp import ONE, STRATEGIES, build, distribute, in_turn, learn
 from test_reader import Calls
 from torch import nn
@@ -871,10 +870,10 @@ def test_ranks_that_are_killed_leave_only_complete_checkpoints(trials, job, unbr
     def trial(number):
         out, chance = tmp_path / f"{number}", random.Random(number)
         more = [*job, "--out", out, "--save-every", 2]
-        with Program(*more) as program:
-            program.read_lines(chance.randrange(2, 55))
-            time.sleep(0.05 * chance.random())
-            program.kill()
+        rank, step, calls = chance.randrange(2), chance.randrange(2, 50), chance.randrange(1, 9000)
+        where = f"{rank} {step} save {calls} {signal.SIGKILL:d} group"
+        ran = run(*more, **signalled(PYTHON, where, tmp_path / f"place {number}"))
+        assert ran.code == -signal.SIGKILL, ran
         for path in checkpoint_folders(out):
             load(path)
         ran = run(*more)

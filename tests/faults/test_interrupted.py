@@ -21,8 +21,10 @@ from conftest import (
     ahead,
     checkpoints,
     losses,
+    random_place,
     run,
     same_training,
+    signalled,
     state,
     torchrun,
     wait_for,
@@ -100,17 +102,13 @@ def interrupted(flags, tmp_path_factory) -> Iterator[Interrupted]:
 
 
 def test_a_run_that_is_killed_five_times_ends_with_bitwise_equal_weights(
-    undisturbed, flags, start, tmp_path
+    undisturbed, flags, tmp_path, tmp_path_factory
 ):
-    chance = random.Random(0)
+    chance, place = random.Random(0), tmp_path_factory.mktemp("place") / "place"
     command = [*flags, "--save-every", 1, "--keep", 2, "--out", tmp_path]
     for _ in range(5):
-        program = start(*command)
-        for _ in range(chance.randint(1, 8)):
-            program.read_to("step ")
-        time.sleep(chance.uniform(0, 0.02))  # in a step, an evaluation or a write
-        program.process.kill()
-        assert program.finish().code == -signal.SIGKILL
+        where = f"0 {random_place(chance, start=0)} {signal.SIGKILL:d} self"
+        assert run(*command, **signalled(PYTHON, where, place)).code == -signal.SIGKILL
     ran = run(*command)
     assert ran.code == 0 and ran.err == "", ran  # an unfinished write has no checkpoint's name
     assert [step for step, _ in losses(tmp_path)] == list(range(1, 101))

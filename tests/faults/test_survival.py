@@ -32,9 +32,11 @@ from conftest import (
     Ran,
     checkpoints,
     losses,
+    random_place,
     run,
     same,
     same_training,
+    signalled,
     state,
     torchrun,
     wait_for,
@@ -64,26 +66,28 @@ def chain(
     launch: str,
     flags: list[object],
     undisturbed: Callable[[int], Path],
-    disturb: Callable[[Program, random.Random], None],
-    check: Callable[[Ran, int, Path], bool],
+    signal_of: Callable[[random.Random], str],
+    check: Callable[[Ran, int, Path, str], bool],
 ) -> None:
-    """Start a run again and again until FAULTS faults have hit it, and then let it end.
+    """Start a run again and again until FAULTS signals have hit it, and then let it end.
 
     It must then have the same weights, bitwise, as a run that nothing disturbed. If a run ends before
-    its fault comes, it is checked and a new run starts; that fault does not count.
+    its signal comes, it is checked and a new run starts; that signal does not count.
 
-    check(what the program printed, the step that was reached before, the folder) returns whether the
-    fault has hit the program.
+    signal_of(chance) returns TEST_SIGNAL, see signalled.py. check(what the program printed, the step
+    that was reached before, the folder, the place of the signal) returns whether the signal has hit
+    the program.
     """
     more, launcher, ranks = LAUNCH[launch]
+    place = folder / f"place {number}"
     chance, out, reached, hits = random.Random(number), folder / f"{launch} {number}", 0, 0
     command = [*flags, *more, "--out", out]
     for _ in range(4 * FAULTS):
         is_last = hits == FAULTS
-        with Program(*command, launcher=launcher, seconds=200) as program:
-            if not is_last:
-                disturb(program, chance)
-            ran = program.finish()
+        how = {"launcher": launcher} if is_last else signalled(launcher, signal_of(chance), place)
+        place.write_text("none")
+        ran = run(*command, **how, seconds=200)
+        hit = place.read_text()
         assert "set aside" not in ran.err and f'File "{ROOT}/run.py' not in ran.err, ran
         if ran.code == 0:
             assert [step for step, _ in losses(out)] == list(range(1, STEPS + 1)), ran
@@ -93,8 +97,8 @@ def chain(
             if is_last:
                 return
         else:
-            assert not is_last, ran
-            hits += check(ran, reached, out)
+            assert not is_last and hit != "none", ran
+            hits += check(ran, reached, out, hit)
             reached = max(reached, *logged_steps(ran))
     pytest.fail(f"only {hits} of {FAULTS} faults hit the program")
 
@@ -102,15 +106,6 @@ def chain(
 def logged_steps(ran: Ran) -> list[int]:
     """Return 0 and the steps that a program has printed."""
     return [0, *map(int, re.findall(r"^step (\d+)/", ran.out, re.MULTILINE))]
-
-
-def wait_for_random_moment(program: Program, chance: random.Random) -> None:
-    """Wait for a moment during the start, or anywhere in a step, an evaluation or a write."""
-    if chance.random() < 0.3:
-        time.sleep(chance.uniform(0, 2))
-    else:
-        program.read_lines(chance.randint(1, 8))
-        time.sleep(chance.uniform(0, 0.02))
 
 
 def send(pid: int, number: int) -> None:
@@ -121,40 +116,29 @@ def send(pid: int, number: int) -> None:
         pass
 
 
-def main_process(program: Program, chance: random.Random) -> list[int]:
-    return [program.process.pid]
-
-
-def one_rank(program: Program, chance: random.Random) -> list[int]:
-    return [chance.choice(program.children())] if program.children() else []
-
-
-def all_processes(program: Program, chance: random.Random) -> list[int]:
-    return program.family()
-
-
-KILLED = {  # launcher, the processes that are killed, number of chains: a few, or with -m torture
-    "the process of plain python": ("python", main_process, 2, 70),
-    "a rank of --spawn": ("spawn", one_rank, 0, 12),
-    "the --spawn parent": ("spawn", main_process, 0, 12),
-    "all processes of --spawn": ("spawn", all_processes, 0, 12),
-    "the torchrun agent": ("torchrun", main_process, 0, 6),
+KILLED = {  # launcher, the target in signalled.py, number of chains: a few, or with -m torture
+    "the process of plain python": ("python", "self", 2, 70),
+    "a rank of --spawn": ("spawn", "self", 0, 12),
+    "the --spawn parent": ("spawn", "parent", 0, 12),
+    "all processes of --spawn": ("spawn", "group", 0, 12),
+    "the torchrun agent": ("torchrun", "parent", 0, 6),
 }
 
 
 @pytest.mark.parametrize("who", KILLED)
 def test_a_killed_run_continues_from_its_last_save(who, trials, flags, undisturbed, tmp_path):
-    launch, victims, few, many = KILLED[who]
+    launch, target, few, many = KILLED[who]
 
-    def disturb(program: Program, chance: random.Random) -> None:
-        wait_for_random_moment(program, chance)
-        for pid in victims(program, chance):
-            send(pid, signal.SIGKILL)
+    def kill(chance: random.Random) -> str:
+        rank, place = chance.randrange(LAUNCH[launch][2]), random_place(chance)
+        if "save" in place:
+            rank = 0  # the only one that writes
+        return f"{rank} {place} {signal.SIGKILL:d} {target}"
 
     def trial(number: int) -> None:
         every = random.Random(-number).choice([1, 3, 10])
 
-        def check(ran: Ran, reached: int, out: Path) -> bool:
+        def check(ran: Ran, reached: int, out: Path, place: str) -> bool:
             """An unfinished write is lost, but not the checkpoint before it. (finish() has checked
             that no process is left.)"""
             assert ran.code in (-signal.SIGKILL, 1), ran
@@ -163,66 +147,50 @@ def test_a_killed_run_continues_from_its_last_save(who, trials, flags, undisturb
             return True
 
         command = [*flags, "--save-every", every]
-        chain(number, tmp_path, launch, command, undisturbed, disturb, check)
+        chain(number, tmp_path, launch, command, undisturbed, kill, check)
 
-    trials(f"SIGKILL of {who}, at random moments", trial, few, many, each=FAULTS)
-
-
-def handles_sigterm(pid: int) -> bool:
-    """Return whether a process blocks or handles SIGTERM. run.py does after a tenth of a second."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
-    masks = re.findall(r"^Sig(?:Blk|Cgt):\s+(\w+)", status, re.MULTILINE)
-    return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
+    trials(f"SIGKILL of {who}, at random places", trial, few, many, each=FAULTS)
 
 
-def parent(program: Program) -> int:
-    return program.process.pid
+@pytest.mark.parametrize("where", ["0 main 9000", "5 main 5000", "5 save 5000"])
+def test_a_signal_comes_at_the_same_place_in_every_run(where, flags, tmp_path):
+    places = []
+    for number in range(2):
+        how = signalled(PYTHON, f"0 {where} 9 self", tmp_path / f"place {number}")
+        ran = run(*flags, "--save-every", 3, "--out", tmp_path / f"{number}", **how)
+        step, *place = (tmp_path / f"place {number}").read_text().split()
+        places.append(place if "save" in place else [step, *place])
+        assert ran.code == -signal.SIGKILL, ran
+    assert places[0] == places[1] and len(places[0]) >= 3, places
 
 
-def process_group(program: Program) -> int:
-    return -program.process.pid
-
-
-def rank_1(program: Program) -> int:
-    pids = wait_for(lambda: program.children()[1:] or program.family("\0RANK=1\0"), "rank 1")
-    return int(pids[0])
-
-
-ASKED = {  # launcher: the possible targets of the signal, number of chains (two), more flags
-    "python": ([parent], 2, 20, []),
-    "spawn": ([parent, process_group, rank_1], 0, 8, []),
-    "torchrun": ([parent, rank_1], 0, 2, []),
-    "python --compile": ([parent], 0, 1, ["--compile"]),
+ASKED = {  # launcher: possible ranks and targets of the signal, number of chains (two), more flags
+    "python": (["0 self"], 2, 20, []),
+    "spawn": (["0 parent", "1 group", "1 self"], 0, 8, []),
+    "torchrun": (["0 parent", "1 self"], 0, 2, []),
+    "python --compile": (["0 self"], 0, 1, ["--compile"]),
 }
 
 
 @pytest.mark.parametrize("how", ASKED)
 def test_a_run_that_is_asked_to_stop_saves_its_last_step(how, trials, flags, undisturbed, tmp_path):
     targets, few, many, more = ASKED[how]
-    limit = 10 + 30 * ("--compile" in more)  # seconds from the signal to the end
 
-    def disturb(program: Program, chance: random.Random) -> None:
-        target = chance.choice(targets)
-        wait_for(lambda: handles_sigterm(abs(target(program))), "the program to handle signals")
-        if "--compile" in more:
-            time.sleep(chance.uniform(0, 30))
-        else:
-            wait_for_random_moment(program, chance)
-        sent = time.monotonic()
+    def stop(chance: random.Random) -> str:
+        rank, target = chance.choice(targets).split()
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-        if how == "torchrun" and target is parent:  # SIGUSR1 just ends torchrun's agent
+        if (how, target) == ("torchrun", "parent"):  # SIGUSR1 just ends torchrun's agent
             signals.remove(signal.SIGUSR1)
-        send(target(program), chance.choice(signals))
-        program.read_lines(STEPS)
-        assert time.monotonic() - sent < limit
+        # A compilation makes some million calls, all in the first step.
+        place = f"0 main {chance.randint(1, 3_000_000)}" if more else random_place(chance)
+        if rank == "1":  # it has no thread that saves
+            place = place.replace("save", "main")
+        return f"{rank} {place} {chance.choice(signals):d} {target}"
 
-    def check(ran: Ran, reached: int, out: Path) -> bool:
-        last = logged_steps(ran)[-1]
-        if how == "torchrun" and last == 0:  # the agent had not started the workers
-            return False
+    def check(ran: Ran, reached: int, out: Path, place: str) -> bool:
+        last, (step, thread, *_) = logged_steps(ran)[-1], place.split()
+        if how == "python" and thread == "main":  # it asks for signals once per step
+            assert last <= max(int(step), reached) + 2, (place, ran)
         assert last > reached and state(out)["step"] == last, ran
         expected = f"Stopped as asked,? after step {last} of {STEPS}; start again to continue"
         assert re.match(expected, ran.out.splitlines()[-1]), ran
@@ -239,9 +207,9 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step(how, trials, flags, und
     def trial(number: int) -> None:
         command = [*flags, "--save-every", 2, "--eval-every", 3, *more]
         whole = undisturbed_compiled if more else undisturbed
-        chain(number, tmp_path, how.split()[0], command, whole, disturb, check)
+        chain(number, tmp_path, how.split()[0], command, whole, stop, check)
 
-    trials(f"SIGTERM, SIGINT, SIGUSR1 to {how}, at random moments", trial, few, many, each=FAULTS)
+    trials(f"SIGTERM, SIGINT, SIGUSR1 to {how}, at random places", trial, few, many, each=FAULTS)
 
 
 # ------------------------------------------------------------------------------ two runs, one folder
@@ -263,7 +231,7 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_ends(
         lock, link = out / ".lock", out.with_suffix(".link")
         link.symlink_to(out)  # another name of the folder
         with Program(*flags, "--out", out) as first:
-            wait_for_random_moment(first, chance)
+            first.read_lines(chance.randint(0, 8))
             wait_for(lambda: lock.exists() and lock.read_text(), "the lock")
             second = run(*flags, "--out", chance.choice([out, link]))
             assert second.code == 2 and second.err.count("\n") == 1 and second.out == "", second
@@ -711,7 +679,6 @@ def test_soak(request, tmp_path):
         while time.monotonic() < began + 30 * 60 or hits == 0:
             with Program(*command, "--out", out, seconds=300) as program:
                 program.read_lines(chance.randint(0, 200))
-                time.sleep(chance.uniform(0, 3))
                 chance.choice(DISTURBANCES)(program, out)
                 ran = program.finish()
             hits += ran.code != 0  # a run that had already ended was not hit

@@ -1,0 +1,76 @@
+"""Run run.py, and send a signal at a place that does not depend on time.
+
+    TEST_SIGNAL="1 40 save 500 9 self" python tests/faults/signalled.py ARGUMENTS OF run.py
+
+When rank 1 has done 40 steps since its start, and then makes the 500th function call in the thread
+that saves checkpoints, it sends signal 9 to itself. Instead of "save": "main", for the main thread.
+0 steps: count from the start of `train`. Instead of "self": "parent", or "group" for all processes
+of the program. The main thread does not count the calls inside functions that wait for a thread or
+a rank, because their number depends on time.
+
+If TEST_PLACE is the name of a file, the place is written to it: the last step, the thread, the file
+and the function. For a save, the step depends on time: it is that of the main thread.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, f"{ROOT}")
+
+import loop  # noqa: E402
+import run  # noqa: E402
+
+RANK, STEPS, THREAD, CALLS, SIGNAL, TARGET = os.environ["TEST_SIGNAL"].split()
+WAITING = ("/concurrent/futures/", "/threading.py", "/ddp_setup.py", "/torch/distributed/")
+calls = count(1)
+steps = [0]  # the numbers of the steps of this process; the first is none
+train, train_ = run.train, loop.train_
+
+
+def count_call(frame: FrameType, event: str, _: object) -> None:
+    """Count a function call, as sys.setprofile asks for it; send the signal at the right one."""
+    if event not in ("call", "c_call") or len(steps) <= int(STEPS):
+        return
+    file = frame.f_code.co_filename
+    if THREAD == "main":
+        if any(name in file for name in WAITING):
+            return
+    elif not threading.current_thread().name.startswith("ThreadPoolExecutor"):
+        return
+    if next(calls) == int(CALLS):
+        if place := os.environ.get("TEST_PLACE"):
+            Path(place).write_text(f"{steps[-1]} {THREAD} {Path(file).name} {frame.f_code.co_name}")
+        if TARGET == "group":
+            os.killpg(0, int(SIGNAL))
+        else:
+            os.kill(os.getppid() if TARGET == "parent" else os.getpid(), int(SIGNAL))
+
+
+def counted_train(*args: Any) -> int:
+    if os.environ.get("RANK", "0") == RANK:
+        if THREAD == "save":
+            threading.setprofile(count_call)
+        elif STEPS == "0":
+            sys.setprofile(count_call)
+    return train(*args)
+
+
+def counted_train_(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    for step, report in train_(*args, **kwargs):
+        steps.append(step)
+        if THREAD == "main" and len(steps) > int(STEPS) and os.environ.get("RANK", "0") == RANK:
+            sys.setprofile(count_call)
+        yield step, report
+
+
+run.train, loop.train_ = counted_train, counted_train_
+
+if __name__ == "__main__":
+    run.main()
