@@ -162,10 +162,11 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
     # A rank that declares 0 does not know the count. float32 sums on MPS need the tolerance.
     if declared and abs(counted - declared) > 1e-6 * declared:
         raise ValueError(
-            f"step {step}: the declared count is {declared:g}, but loss_fn counted {counted:g}"
+            f"step {step}: the declared count is {declared:.12g}, but loss_fn counted {counted:.12g}"
         )
     if bad >= patience:
-        advice = "try a lower learning rate" if counted else "loss_fn counted nothing there"
+        lower = "try a lower learning rate, or with a GradScaler a lower init_scale"
+        advice = lower if counted else "loss_fn counted nothing there"
         raise Diverged(
             f"loss or gradient not finite {patience} times in a row, up to step {step}; {advice}"
         )
@@ -277,13 +278,14 @@ def evaluate(
     It runs the model in evaluation mode and restores the earlier modes. With DDP, all ranks first
     get the buffers of rank 0, unless broadcast_buffers is False.
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    replica = getattr(model, "_orig_mod", model)  # that of torch.compile(DDP)
+    if isinstance(replica, nn.parallel.DistributedDataParallel):
         # DDP's forward pass may send buffers. It would hang if ranks have different numbers of
         # batches. So send them here, and use the module inside DDP.
-        model._assign_modules_buffers()
-        if model.broadcast_buffers and model.modules_buffers:
-            model._sync_buffers()
-        model = model.module
+        replica._assign_modules_buffers()
+        if replica.broadcast_buffers and replica.modules_buffers:
+            replica._sync_buffers()
+        model = replica.module
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

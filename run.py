@@ -225,7 +225,7 @@ def train(flags: Flags, given: set[str]) -> int:
             # Dropout would differ in the second forward pass: PyTorch issue 127676.
             raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
 
-        with usage_errors(advice="; for a new run, name another --out" if saved else ""):
+        with usage_errors(advice="; for a new run, name another --out" if start_step else ""):
             corpus, plan, val_plan = load_data(flags, given, saved, world)
         with usage_errors(f"--data {flags.data or '(default text)'}: "):
             steps_per_epoch = chardata.steps_per_epoch(plan)
@@ -463,9 +463,10 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
         # extras/tokenizer.py compares tokenizer.json files.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
+            other = "name another --out" if "step" in saved else "start without --init-from"
             raise ValueError(
                 f"{flag} {ours} contradicts {saved['name']}, made with {flag} {theirs}; "
-                "leave it out, or name another --out"
+                f"leave it out, or {other}"
             )
     # Other versions can have other flags.
     names = (config.keys() & vars(flags).keys()) - given - NOT_RESTORED
@@ -778,7 +779,7 @@ def sample(
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
     # All texts are generated together. The first is printed meanwhile, the others afterwards.
-    for row, batches in enumerate(tee(generated, num_samples)):
+    for row, batches in enumerate(tee(generated, num_samples if world.rank == 0 else 0)):
         if row:
             click.echo("-" * 20)
         tokens = chain(ids, (int(batch[row]) for batch in batches))
@@ -815,9 +816,10 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
         count = chardata.num_tokens(plan.tokens) - 1
+        perplexity = math.exp(loss) if loss < 709 else math.inf
         click.echo(  # and not say(): if it cannot be written, the command must fail
             f"{CLEAR_LINE}loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
-            f"perplexity {math.exp(loss):.4f}, over {count:,} tokens, in {flags.dtype}"
+            f"perplexity {perplexity:.4f}, over {count:,} tokens, in {flags.dtype}"
         )
 
 

@@ -197,7 +197,10 @@ def evaluation(world):
     batches = [(X[: 3 * i].float(), Y[: 3 * i].float()) for i in range(1, 7)]
     others = max(1, world.size - 1)
     shares = [batches[i::others] for i in range(others)]
-    return loop.evaluate(model, (shares if world.size == 1 else [[], *shares])[world.rank], squares)
+    mine = (shares if world.size == 1 else [[], *shares])[world.rank]
+    loss = loop.evaluate(model, mine, squares)
+    assert loop.evaluate(torch.compile(model, backend="eager"), mine, squares) == loss
+    return loss
 
 
 def stopped_evaluation(world):

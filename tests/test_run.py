@@ -662,6 +662,24 @@ def test_a_sample_depends_only_on_its_seed(undisturbed):
     assert texts[0] == texts[1] and len({*texts}) == 4
 
 
+def test_of_several_ranks_only_rank_0_prints_a_sample(undisturbed):
+    ask = ["sample", "--out", undisturbed(1), "--seed", 1, "--max-new-tokens", 20]
+    port = free_port()
+    with ExitStack() as stack:
+        ranks = [Program(*ask, env=launch_variables(i, 2, port)) for i in range(2)]
+        ended = [stack.enter_context(program).finish() for program in ranks]
+    assert [ran.code for ran in ended] == [0, 0], ended
+    assert [ran.out for ran in ended] == [run(*ask).out, ""] and len(ended[0].out) > 20, ended
+
+
+def test_eval_prints_a_loss_of_which_the_perplexity_is_too_large_for_a_float(text, tmp_path):
+    wild = "--steps 12 --warmup 0 --lr 200 --min-lr 200 --clip 0 --weight-decay 0".split()
+    ran = run(*TINY, *wild, "--data", text, "--out", tmp_path)
+    assert ran.code == 0 and evaluations(tmp_path)[12] > 710, ran
+    ran = run("eval", "--out", tmp_path)
+    assert ran.code == 0 and ", perplexity inf, over " in ran.out, ran
+
+
 def test_eval_prints_the_last_validation_loss_of_the_training(done, undisturbed):
     ran, out = done("eval")
     last = evaluations(out)[100]

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Start the training again until it is done, for one machine that can be interrupted (a spot instance
-# that reboots, a process that is killed).
+# Start the training again until it is done, on one machine where it can be killed. After a reboot,
+# something must start this script again, for example cron's @reboot.
 #
 #   extras/launch/restart.sh --spawn --out run
 #

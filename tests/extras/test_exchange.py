@@ -490,7 +490,7 @@ def test_an_export_to_the_url_of_another_run_is_refused(done, tmp_path):
 
 
 CONTRADICTIONS = {
-    "layers": (["--layers", 3], ["--layers 3", "--layers 1"]),
+    "layers": (["--layers", 3], ["--layers 3", "--layers 1", "or start without --init-from"]),
     "window": (["--block-size", 8], ["--block-size 8", "--block-size 16"]),
     "architecture": (["--arch", "modern"], ["--arch modern", "--arch gpt2"]),
     "tokens": (["--tokenizer", "byte"], ["--tokenizer byte", "--tokenizer char"]),
