@@ -162,7 +162,8 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
     # A rank that declares 0 does not know the count. float32 sums on MPS need the tolerance.
     if declared and abs(counted - declared) > 1e-6 * declared:
         raise ValueError(
-            f"step {step}: the declared count is {declared:.12g}, but loss_fn counted {counted:.12g}"
+            f"step {step}: the declared count is {declared:.12g}, "
+            f"but loss_fn counted {counted:.12g}"
         )
     if bad >= patience:
         lower = "try a lower learning rate, or with a GradScaler a lower init_scale"
