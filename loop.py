@@ -279,7 +279,7 @@ def evaluate(
     It runs the model in evaluation mode and restores the earlier modes. With DDP, all ranks first
     get the buffers of rank 0, unless broadcast_buffers is False.
     """
-    replica = getattr(model, "_orig_mod", model)  # that of torch.compile(DDP)
+    replica = getattr(model, "_orig_mod", model)  # torch.compile keeps the model there
     if isinstance(replica, nn.parallel.DistributedDataParallel):
         # DDP's forward pass may send buffers. It would hang if ranks have different numbers of
         # batches. So send them here, and use the module inside DDP.

@@ -1,12 +1,13 @@
 """Run run.py, and send a signal at a place that does not depend on time.
 
-    TEST_SIGNAL="1 40 save 500 9 self" python tests/faults/signalled.py ARGUMENTS OF run.py
+    TEST_SIGNAL="1 40 main 500 9 self" python tests/faults/signalled.py ARGUMENTS OF run.py
 
-When rank 1 has done 40 steps since its start, and then makes the 500th function call in the thread
-that saves checkpoints, it sends signal 9 to itself. Instead of "save": "main", for the main thread.
-0 steps: count from the start of `train`. Instead of "self": "parent", or "group" for all processes
-of the program. The main thread does not count the calls inside functions that wait for a thread or
-a rank, because their number depends on time.
+When rank 1 has done 40 steps since its start, and then makes the 500th function call in the main
+thread, it sends signal 9 to itself. 0 steps: count from the start of `train`. Instead of "main":
+"save", for the thread that saves checkpoints, always with 0 steps, because it depends on time which
+step the main thread does meanwhile. Instead of "self": "parent", or "group" for all processes of
+the program. Calls inside functions that wait for a thread or, in the main thread, for a rank are
+not counted, because their number depends on time.
 
 If TEST_PLACE is the name of a file, the place is written to it: the last step, the thread, the file
 and the function. For a save, the step depends on time: it is that of the main thread.
@@ -28,7 +29,9 @@ import loop  # noqa: E402
 import run  # noqa: E402
 
 RANK, STEPS, THREAD, CALLS, SIGNAL, TARGET = os.environ["TEST_SIGNAL"].split()
-WAITING = ("/concurrent/futures/", "/threading.py", "/ddp_setup.py", "/torch/distributed/")
+THREADS = ("/concurrent/futures/", "/threading.py")
+RANKS = ("/ddp_setup.py", "/torch/distributed/")
+WAITING = (*THREADS, *RANKS) if THREAD == "main" else THREADS
 calls = count(1)
 steps = [0]  # the numbers of the steps of this process; the first is none
 train, train_ = run.train, loop.train_
@@ -39,10 +42,9 @@ def count_call(frame: FrameType, event: str, _: object) -> None:
     if event not in ("call", "c_call") or len(steps) <= int(STEPS):
         return
     file = frame.f_code.co_filename
-    if THREAD == "main":
-        if any(name in file for name in WAITING):
-            return
-    elif not threading.current_thread().name.startswith("ThreadPoolExecutor"):
+    if any(name in file for name in WAITING):
+        return
+    if THREAD == "save" and not threading.current_thread().name.startswith("ThreadPoolExecutor"):
         return
     if next(calls) == int(CALLS):
         if place := os.environ.get("TEST_PLACE"):
