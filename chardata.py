@@ -13,7 +13,8 @@
 
 DistributedDataParallel averages the gradients: with it, use world_size * weight.
 
-- A *token* is an unsigned integer, also called id. `Tokens` has one array of tokens per data file.
+- A *token* is an unsigned integer, also called id. `Tokens` has one array of tokens per data file
+  that is not empty.
   A window can continue over the ends of arrays.
 - A *window* is `block_size` inputs and as many targets. The target of an input is the token after
   it.
@@ -102,15 +103,15 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     highest id + 1, rounded up to a multiple of 64.
 
     Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Kind "char" is in
-    memory. Raises ValueError or OSError if a file is damaged, or if a text has a character that is
-    not in `chars`, or another vocabulary size than `vocab`.
+    memory. Raises ValueError or OSError if a file is damaged, if a text has a character that is not
+    in `chars`, or if its vocabulary size is not `vocab`.
     """
     stamps = tuple(map(_stamp, files))  # before reading, to notice a change meanwhile
     names = files or ["the default text"]
     arrays = [_read_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
     tokens: Tokens = tuple(filter(len, arrays))
     if not tokens:
-        raise ValueError(f"{names[0]}: is empty (number of data files: {len(names)})")
+        raise ValueError(f"{names[0]}: is empty (empty data files: {len(names)})")
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]
     if 0 < len(token_files) < len(names):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
@@ -129,7 +130,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     corpus = Corpus(tuple(tokens), size, kind, chars, digest(tokens, chars), stamps)
     for array in tokens:
         if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):  # not on Windows
-            array.base.madvise(mmap.MADV_RANDOM)
+            array.base.madvise(mmap.MADV_RANDOM)  # From now on, reading ahead would be useless.
     return corpus
 
 
@@ -175,11 +176,11 @@ def _read_file(name: str) -> np.ndarray:
         if version != 1 or size != start + 2 * count:
             raise ValueError(
                 f"{name}: {size} bytes, header version {version}; must be "
-                f"{start + 2 * count} bytes for {count} uint16 tokens, header version 1"
+                f"{start + 2 * count} bytes for {count} uint16 tokens, header version 1 or none"
             )
     if size > MIB:
         return np.memmap(name, dtype, "r", start)
-    # A mapped file stays open, and a process can open only about a thousand.
+    # A mapped file, as each .npy is, stays open. A process can open only about a thousand.
     return np.fromfile(name, dtype, offset=start)
 
 
@@ -209,9 +210,10 @@ def default_text() -> str:
 def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
-    The hash depends on the type and the length of each array, but not on the names of files. Of a
-    large array, only 16 blocks are read: a change between them is not noticed.
+    The hash also depends on the type and the length of each array, but not on the names of files.
+    Of a large array, only 16 blocks are read: a change between them is not noticed.
     """
+    # Up to 4,096 arrays, this reads at most 256 MiB.
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
         block = min(MIB, max(4096, 16 * MIB // len(tokens)))
@@ -372,7 +374,7 @@ def steps(
         windows = min(batch_size, epoch_windows - first_step * batch_size)
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
         order = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
-        if not mine.size:  # no window: window 0 is the substitute
+        if not mine.size:  # no window: window 0 is the substitute, with the count 0
             order, windows = np.zeros_like(group), 0
         offset = _key(seed, epoch, "offset") % (n - epoch_windows * block_size)
         positions = offset + order * block_size
@@ -394,16 +396,16 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     plan.batch_size, on each rank. T is plan.block_size, but the last batch of the pass can be one
     shorter window.
 
-    A rank can have one batch less than another, or none. So a collective for each batch can hang,
-    unless ranks without a batch take part too.
+    A rank can have one batch less than another, or no batch. So a collective for each batch can
+    hang, unless ranks without a batch take part too.
     """
     tokens, block_size, batch_size, _, vocab = plan
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
     whole = windows * block_size
-    # Batches of about equal size give the ranks similar work. max_batches counts those of whole
-    # windows; a shorter window can follow. Batch k has the targets at positions edges[k] + 1 to
-    # edges[k + 1]. max, because there may be no whole window.
+    # Batches of about equal size give the ranks similar work. At most max_batches batches have
+    # whole windows; a shorter window can follow. Batch k has the targets at positions edges[k] + 1
+    # to edges[k + 1]. max(1, ...), because there may be no whole window.
     max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
     targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
     edges = sorted({*range(0, whole, targets_per_batch), whole, targets})
@@ -444,7 +446,7 @@ def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
 
 
 def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
-    """Return this rank's part of range(n) in random order, (k,) int64.
+    """Return this rank's part of a random permutation of range(n), (k,) int64.
 
     Over all ranks, each index occurs exactly once. k differs by at most one between ranks. The
     array can be the sampler of a torch DataLoader. Make a new DataLoader for each epoch.
@@ -453,7 +455,7 @@ def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> n
 
 
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Return the image of each index under a pseudo-random permutation of range(n).
+    """Return for each index its new place in a pseudo-random permutation of range(n).
 
     Each index must be below n. The result has the same shape, int64. `key` selects the permutation.
     Time and memory do not depend on n.
@@ -469,7 +471,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.ones_like(out, bool)
     while outside.any():
         left, right = divmod(out[outside], b)
-        # Because of the swap, left and right change in turn.
+        # Each pass changes one half and swaps both, so left and right change in turn.
         for i in range(8):
             # The inner % keeps the sum within 64 bits.
             left, right = right, (left + _hash(right, key + i) % a) % a

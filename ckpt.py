@@ -8,7 +8,7 @@
         for name in rejected:
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
-    step = [found.entry.step if found else 0]    # rank 0 alone has this, and found.state["note"]
+    step = [found.entry.step if found else 0]    # right on rank 0 only, as found.state["note"] is
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(step)
     ...
@@ -21,8 +21,8 @@ a thread. To save while the training continues, use one ThreadPoolExecutor(1) fo
 result() of each future: it raises the error of the save. Functions that use files raise OSError if
 the file system fails.
 
-If newest() or save() raises on rank 0, the others wait in their next collective until rank 0 ends
-or the timeout is over. With wait_together() of ddp_setup.py, all ranks raise its ValueError or
+If a function raises on rank 0 only, the others wait in their next collective until rank 0 ends or
+the timeout is over. With wait_together() of ddp_setup.py, all ranks raise rank 0's ValueError or
 OSError. After another error, such as NotImplementedError for a sharded checkpoint, let rank 0 end.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
@@ -68,7 +68,7 @@ TEMPORARY = ".saving-"
 
 
 class Entry(NamedTuple):
-    """What the name of a checkpoint says. Entries are sorted by step."""
+    """What the name of a checkpoint says. Sorting a list of entries sorts by step."""
 
     step: int
     name: str  # of the file or folder
@@ -107,8 +107,9 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             for optimizer in optimizers
         ],
     }
-    # Some tensors of `state` are still those of the training: `live` has their addresses. The
-    # others are copies already. deepcopy does not copy what is in its memo, so they go there.
+    # cpu_offload does not copy tensors that are on the CPU: these are still those of the training,
+    # and `live` has their addresses. The others are copies. deepcopy does not copy what is in its
+    # memo, so the copies go there.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # the local part of a DTensor
@@ -134,22 +135,22 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     Every rank must call this. In a process group, all ranks get the state of rank 0. If this is {},
     nothing changes.
 
-    The optimizers get their saved state of each parameter, such as Adam's moments. If the state has
-    no "optimizers", they become as new. Settings, such as the learning rate, stay as they are now.
-    Gradients of their parameters are deleted. `state` is not changed, and shares no memory with the
-    model and the optimizers. Do not use this for SparseAdam, LBFGS, optimizers that keep state in
-    their groups, such as Prodigy, or FSDP if the model has one module under two names.
+    The optimizers get their saved state of each parameter, such as Adam's exp_avg. If `state` has
+    no "optimizers", this is deleted. Settings, such as the learning rate, stay as they are now.
+    Gradients of the optimizers' parameters are deleted. `state` is not changed, and shares no
+    memory with the model and the optimizers. Do not use this for SparseAdam, LBFGS, or an optimizer
+    with state in its param_groups, such as Prodigy. With FSDP, no module may have two names.
 
-    ValueError on every rank if the state does not fit. The model is then unchanged (unless a step
-    with the learning rate 0 and zero gradients changes it, as Adam's does with eps=0), but
-    gradients and the state of the optimizers may be deleted.
+    ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
+    and the state of the optimizers may be deleted. (Exception: each optimizer does a step with zero
+    gradients and learning rate 0, to get its initial state. Adam with eps=0 changes weights then.)
     """
     in_group = dist.is_initialized()
     if in_group:
-        # A tensor must have the same strides on all ranks. A channels_last tensor would have others
-        # where it is sent than where it is received.
+        # torch receives weights into contiguous tensors, and sends memory without its strides. So a
+        # channels_last tensor would arrive wrong.
         state = tree_map_only(Tensor, Tensor.contiguous, state)
-        # All ranks check this outline and raise the same errors. "meta" tensors have no content.
+        # The other ranks check this outline, so all ranks raise the same errors.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
@@ -157,28 +158,29 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     if not state:
         return
     dcp = _state_dict_functions()
-    # Gathering is not needed, because a DTensor has the shape of the whole tensor.
+    # A DTensor has the shape of the whole tensor, so full_state_dict is not needed here.
     check_same(state.get("model", {}), dcp.get_model_state_dict(model))
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
-    # torch's set_optimizer_state_dict would convert moments to the dtype of their parameter, and
+    # torch's set_optimizer_state_dict would convert the state to the dtype of its parameter, and
     # replace the groups by copies in which tuples are lists.
     initial = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
     for optimizer, theirs, ours in zip(optimizers, saved, initial):
         for group, named_group in zip(optimizer.param_groups, ours["param_groups"]):
             for parameter, name in zip(group["params"], named_group["params"]):
-                if moments := theirs.get("state", {}).get(name):
+                if values := theirs.get("state", {}).get(name):
                     place = partial(_place, device=parameter.device)
                     optimizer.state[parameter] = {
+                        # pop() frees the memory of the initial value.
                         key: tree_map(place, value, ours["state"][name].pop(key))
-                        for key, value in moments.items()
+                        for key, value in values.items()
                     }
     # The model comes last, because the step in _check_and_reset_ changes the weights if Adam's eps
     # is 0, for example.
-    # dict(), because torch changes its argument. Other ranks than 0 have only "meta" tensors. They
-    # pass {}: torch would load a "meta" tensor if the model has one module under two names. It
-    # sends only one of the two names, hence strict=False.
+    # dict(), because torch changes its argument. If a module has two names, torch sends only one of
+    # them. For the other name, ranks above 0 would load their "meta" tensors. So they pass {}, and
+    # strict=False allows that names are missing.
     weights = {} if in_group and dist.get_rank() > 0 else dict(state["model"])
     options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=in_group, strict=False
@@ -187,10 +189,10 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def _place(value: Any, like: Any, device: torch.device) -> Any:
-    """Send a moment of rank 0 to all ranks. Return it with device, strides, sharding of `like`.
+    """Send a value of rank 0's optimizer state to all ranks. Return it placed as `like` is.
 
-    Every rank must call this. value: the moment on rank 0; on the others, a tensor on "meta".
-    like: the same moment of a new optimizer. device: is used to send it.
+    Every rank must call this. value: on ranks above 0, its tensor is on "meta". like: the same
+    value of a new optimizer, for device, strides and sharding. device: for the broadcast.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
@@ -202,34 +204,34 @@ def _place(value: Any, like: Any, device: torch.device) -> Any:
     if not hasattr(like, "placements"):
         return torch.empty_like(like).copy_(new)
     # `like` is a DTensor. With the source None, no rank sends: each one takes its part of `new`.
-    split = dist.tensor.distribute_tensor
-    return split(new, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
+    distribute = dist.tensor.distribute_tensor
+    return distribute(new, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> State:
-    """Make an optimizer as new, and delete gradients. Return its initial state, with names.
+    """Delete an optimizer's state and gradients. Return its initial state, by parameter name.
 
     saved: the state of the optimizer in the checkpoint. ValueError if it does not fit: a fused
     optimizer would compute nonsense with it.
     """
-    # Without gradients and state, get_optimizer_state_dict lets the optimizer take a step with zero
-    # gradients and learning rate 0.
+    # If there are no gradients and no state, get_optimizer_state_dict creates the state: it does a
+    # step with zero gradients and learning rate 0.
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
-    ours = _state_dict_functions().get_optimizer_state_dict(model, optimizer)
+    ours: State = _state_dict_functions().get_optimizer_state_dict(model, optimizer)
     optimizer.state.clear()
-    for name, moments in saved.get("state", {}).items():
-        if moments:
+    for name, values in saved.get("state", {}).items():
+        if values:
             own = ours["state"].get(name, {})
-            check_same(_flatten(moments), _flatten(own), f"optimizer state of {name}: ")
-    return dict(ours)
+            check_same(_flatten(values), _flatten(own), f"optimizer state of {name}: ")
+    return ours
 
 
-def _flatten(moments: State) -> State:
-    """Return the moments of a parameter, with an entry for each tensor in a list."""
+def _flatten(values: State) -> State:
+    """Return the optimizer state of a parameter, with one entry for each tensor of a list."""
     return {
         f"{key} {i or ''}".rstrip(): leaf
-        for key, value in moments.items()
+        for key, value in values.items()
         for i, leaf in enumerate(tree_leaves(value))
     }
 
@@ -261,8 +263,8 @@ def save(
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
     state: what snapshot() returned on rank 0. loss: the validation loss. keep: if given,
-    prune(folder, keep) follows. If the folder has checkpoints with higher steps, even damaged ones,
-    prune() can delete the new one at once.
+    prune(folder, keep) follows. If the folder has checkpoints with higher steps, prune() can delete
+    the new one at once, also if those are damaged but not yet set aside.
 
     ValueError if load() would refuse the file, for example because of NaN. After an error in
     writing, the earlier checkpoints are untouched.
@@ -279,7 +281,7 @@ def save(
             context = error.__context__
             raise context if isinstance(context, OSError) and context is not handled else error
         file.flush()
-        # Raise ValueError now if load() would refuse a type. "meta" tensors have no content.
+        # Raise ValueError now if load() would refuse a class. "meta" tensors take no memory.
         _read_state(file.name, device="meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
@@ -307,12 +309,12 @@ def load(folder: str, entry: Entry) -> State:
 
 
 def _read_state(path: str | Path, device: str) -> Any:
-    """Read a file that torch.save wrote, or raise ValueError."""
+    """Read a file that torch.save wrote. ValueError if it did not."""
     try:
         with warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        # EINVAL means a truncated file.
+        # torch.load raises EINVAL for some truncated files.
         disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
         # This finds "memory" in torch's RuntimeError and "Memory" in MemoryError.
         no_memory = isinstance(error, (RuntimeError, MemoryError)) and "emory" in repr(error)
@@ -353,7 +355,7 @@ def parse_names(names: Iterable[str]) -> list[Entry]:
 def list_checkpoints(folder: str) -> list[Entry]:
     """Return the checkpoints in a folder, lowest step first. No file is read.
 
-    Without a folder, the list is empty.
+    If there is no such folder, the list is empty.
     """
     try:
         return parse_names(os.listdir(folder))
@@ -369,11 +371,12 @@ def newest(
     """Return the newest checkpoint that load() accepts, and {name: reason} of each newer one.
 
     If load() raises ValueError or OSError, the checkpoint is rejected, and the next lower step is
-    tried. Call set_aside() for each rejected checkpoint, which only renames it: otherwise prune()
+    tried. Call set_aside() for each rejected checkpoint (this only renames it): otherwise prune()
     counts it as one to keep, and deletes a good one. PermissionError, and all other errors of
     load(), are passed on.
 
-    (None, {}) if there are no checkpoints. ValueError if all are rejected.
+    (None, {}) if there are no checkpoints. ValueError if all are rejected. extras/ pass their own
+    functions as `load` and `list_checkpoints`.
     """
     rejected: dict[str, str] = {}
     for entry in reversed(list_checkpoints(folder)):
@@ -388,16 +391,16 @@ def newest(
     if rejected:
         reasons = "; ".join(map(": ".join, rejected.items()))
         raise ValueError(f"{folder}: no checkpoint can be used; {reasons}")
-    return None, rejected
+    return None, {}
 
 
 # --------------------------------------------------------------------------------------- the folder
 
 
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
-    """Return the entries that prune() deletes. `entries` must be in the order of steps.
+    """Return the entries that prune() removes. `entries` must be in the order of steps.
 
-    If several share the lowest loss, the last of them counts as the best.
+    If several share the lowest loss, the one with the highest step counts as the best.
     """
     rated = [entry for entry in entries if entry.loss is not None]
     best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
@@ -414,8 +417,8 @@ def prune(folder: str, keep: int) -> None:
 def remove(folder: str, name: str) -> None:
     """Delete the file of a checkpoint, if it exists.
 
-    A sharded checkpoint, which is a folder, is not deleted: it only gets the ending ".damaged".
-    extras/sharded.py has functions that delete it.
+    A sharded checkpoint, which is a folder, is not deleted: even a good one only gets the ending
+    ".damaged". extras/sharded.py has functions that delete it.
     """
     path = Path(folder, name)
     if path.is_dir():
@@ -439,7 +442,8 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     worker of a DataLoader, also keeps the lock until it ends.
 
     ValueError if another process, or an earlier lock() of this one, still has the lock after
-    `timeout` seconds. Returns None and deletes nothing if locks are not supported, as on Windows.
+    `timeout` seconds. Returns None and deletes nothing if flock() fails, as on a file system
+    without locks, or does not exist, as on Windows.
     """
     # Not the package filelock: without flock(), it waits for ever or leaves locks behind.
     if not fcntl:
@@ -504,7 +508,7 @@ def read_text(folder: str, name: str) -> str:
 def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
     if not folder or "://" in folder:
-        raise ValueError(f"folder {folder!r} is empty or a URL; for URLs see extras/remote.py")
+        raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder).absolute()
     for each in [*reversed(path.parents), path]:
         if not each.is_dir():

@@ -694,7 +694,7 @@ def test_files_that_are_all_empty_are_an_error_and_one_among_others_is_left_out(
     with pytest.raises(ValueError, match=f"1.{ending}: is empty"):
         read(empty, "byte")
     write("2", [])
-    with pytest.raises(ValueError, match=rf"1.{ending}: is empty \(number of data files: 2\)"):
+    with pytest.raises(ValueError, match=rf"1.{ending}: is empty \(empty data files: 2\)"):
         read(tmp_path / "*", "char")
     full = write("0", [97, 98])
     alone, among = read(full, "char"), read(tmp_path / "*", "char")
