@@ -302,6 +302,8 @@ def replicate_complex_parameters_without_grad() -> None:
             replica = ddp_setup.replicate(model, world, gradient_as_bucket_view=False)
         assert all(parameter.grad is None for parameter in model)
         assert not replica.gradient_as_bucket_view
+        # By default, gradients are views of DDP's buckets, which saves the memory of a copy.
+        assert ddp_setup.replicate(nn.Linear(1, 1), world).gradient_as_bucket_view
 
 
 def terminate_a_forked_child() -> None:

@@ -277,6 +277,35 @@ def test_a_stop_signal_is_noticed_and_its_handler_is_restored(number):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no terminals")
+def test_only_rank_0_prints_the_notice_and_only_for_ctrl_c_in_a_terminal(monkeypatch):
+    def interrupt(rank: str | None, number: int, *notice: str) -> None:
+        monkeypatch.delenv("RANK", raising=False)
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        with ddp_setup.stop_signals(*notice) as stop_requested:
+            os.kill(os.getpid(), number)
+            wait_for(stop_requested, "the signal", 10)
+
+    controller, terminal = os.openpty()
+    stderr, printed = os.dup(2), b""
+    try:
+        os.dup2(terminal, 2)
+        interrupt("1", signal.SIGINT, "from rank 1")
+        interrupt("0", signal.SIGTERM, "for SIGTERM")
+        interrupt("0", signal.SIGINT)
+        interrupt("0", signal.SIGINT, "rank 0")
+        interrupt(None, signal.SIGINT, "alone")
+        os.write(2, b"end")
+        while not printed.endswith(b"end"):
+            printed += os.read(controller, 1000)
+    finally:
+        os.dup2(stderr, 2)
+        for file in (stderr, controller, terminal):
+            os.close(file)
+    assert printed.split(b"\r\n") == [b"", b"rank 0", b"", b"alone", b"end"]
+
+
 def test_another_signal_with_a_python_handler_is_not_a_stop_signal():
     called = []
     before = signal.signal(signal.SIGUSR2, lambda *_: called.append(True))
