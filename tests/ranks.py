@@ -306,6 +306,24 @@ def replicate_complex_parameters_without_grad() -> None:
         assert ddp_setup.replicate(nn.Linear(1, 1), world).gradient_as_bucket_view
 
 
+def join_after_rank_0_had_tried_alone() -> None:
+    """torchrun starts all ranks again if rank 1 ends before it joins. Its store keeps all keys."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "job"
+    if os.environ["RANK"] == "0":
+        pid = os.fork()
+        if not pid:
+            with suppress(ConnectionError), ddp_setup.process_group("cpu", timeout=0.5):
+                pass
+            os._exit(0)
+        os.waitpid(pid, 0)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if os.environ["RANK"] == "0":
+        store.set("tried", "")
+    store.wait(["tried"])
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        assert ddp_setup.any_rank(world.rank == 1, world)
+
+
 def terminate_a_forked_child() -> None:
     """multiprocessing ends its children with SIGTERM, and then waits for them without a limit."""
     with ddp_setup.stop_signals() as stop_requested:

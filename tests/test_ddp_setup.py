@@ -245,6 +245,10 @@ def test_a_rank_that_was_forked_after_the_import_is_not_taken_for_an_orphan():
     run_on_ranks(ranks.fork_after_the_import, 1)
 
 
+def test_ranks_that_torchrun_has_started_again_meet_although_only_rank_0_had_tried_to_join_before():
+    run_on_ranks(ranks.join_after_rank_0_had_tried_alone, 2)
+
+
 def test_a_replica_may_have_complex_parameters_and_be_made_without_grad():
     run_on_ranks(ranks.replicate_complex_parameters_without_grad, 2)
 
