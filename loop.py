@@ -84,36 +84,38 @@ def train_(
     step, train_ deletes only the gradients of the optimizers' parameters. It calls model.train()
     at the start.
 
-    start: number of steps that an earlier run has done. `steps` must begin after these. train_ goes
-        on until `steps` ends, so do not call it if the run is already finished.
+    start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
+        only when `steps` ends. A caller that uses break must not call it for a finished run.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
         the global batch, or 0 on a rank that has no data left. Such a rank passes any earlier
-        micro-batch, which is not part of the global batch. It gets the weight 0, so its loss must
-        be finite (0 * inf is NaN), and it changes BatchNorm statistics. All ranks need the same
-        number of steps. Their numbers of micro-batches may differ, also with DDP, unless layers of
-        the model communicate, as SyncBatchNorm does.
+        micro-batch, which is not part of the global batch. It gets the weight 0, so its loss and
+        gradient must be finite (0 * inf is NaN), and it changes BatchNorm statistics. All ranks
+        need the same number of steps. Their numbers of micro-batches may differ, also with DDP,
+        unless layers of the model communicate, as SyncBatchNorm does.
     loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
     lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
-        becomes this factor times its "initial_lr". If that is missing, it is set to "lr". With
-        None, a torch scheduler can set "lr". To resume such a run, create the scheduler and load
-        its state. Then copy its get_last_lr() into each "lr", which its creation has changed.
+        becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
+        None, train_ leaves "lr" to the caller, for example to a torch scheduler. To resume with
+        one, create it, load its state, and then copy its get_last_lr() into each "lr", because its
+        creation has changed them.
     clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
     seed: each step seeds torch's random generators from (seed, step, rank), so dropout is the same
         in a resumed run. `seed` does not affect the shuffling of a DataLoader.
     stop: is called once per step. If it returns true on any rank, report.stop is true on all.
-    patience: a step whose loss or gradient norm is not finite changes no weight and no optimizer
-        state on any rank. But buffers change: BatchNorm statistics can become NaN. After `patience`
-        such steps in a row, train_ raises Diverged. With float16, an overflow is such a step.
+    patience: train_ raises Diverged after this number of bad steps in a row. In a bad step, the
+        loss or the gradient norm is not finite. With float16, an overflow makes it so. A bad step
+        changes no weight and no optimizer state on any rank. But it changes buffers: BatchNorm
+        statistics can become NaN.
     sync_each: False: only the last backward pass of a step synchronises gradients. With several
-        ranks, the model needs a method no_sync, as DDP has it. True: each backward pass
-        synchronises. All ranks then need the same number of micro-batches: see pad_steps in
-        extras/fsdp.py. train_ then does not check that the model is wrapped.
+        ranks, the model then needs a method no_sync, as DDP has it. True: each backward pass
+        synchronises. All ranks then need the same number of micro-batches in a step: see pad_steps
+        in extras/fsdp.py. train_ then does not check that the model is wrapped.
 
     ValueError: the declared count is not what loss_fn counted. Discard the model, because its
     update was wrong. If an error is raised on some ranks only, the others wait in a collective
-    until the processes that failed end.
+    until the processes of these ranks end, or until the timeout of the process group.
 
     On CUDA, report.stop, Diverged and this ValueError come one step late. A request to stop in the
     last step is not reported. Errors of the last step are raised when `steps` ends, so a caller
@@ -126,12 +128,13 @@ def train_(
     if no_sync is None:
         raise ValueError(
             f"{world_size} ranks would train different models: wrap the model in "
-            "DistributedDataParallel, for example with replicate in ddp_setup.py"
+            "DistributedDataParallel, as replicate in ddp_setup.py does, or set sync_each for FSDP2"
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = torch.zeros((), device=device)
     # One function per step that is not yet checked. It checks the count, the requests to stop and
-    # the bad steps. On CUDA, each step calls the function of the step before.
+    # the bad steps. On CUDA, each step calls the function of the step before, and the first step
+    # one that does nothing.
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
@@ -175,7 +178,7 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
 
 
 def _read_delay(device: torch.device) -> int:
-    """Return how many steps late the host reads flags."""
+    """Return how many steps, or rounds of an evaluation, late the host reads flags."""
     return int(device.type == "cuda")
 
 
@@ -199,7 +202,7 @@ def _backward_(
 ) -> Tensor:
     """Back-propagate weight * (loss sum) of each micro-batch.
 
-    Returns (loss sum, count, number of ranks that asked to stop), summed over all ranks.
+    Returns the totals of all ranks: (loss sum, count, number of ranks that asked to stop).
     """
     device = next(model.parameters()).device
     if not batches:
@@ -273,11 +276,11 @@ def evaluate(
 
     All ranks must call it. Their numbers of batches may differ or be 0. With FSDP2 they must be
     equal: see pad_batches in extras/fsdp.py.
-    stop: is called in each round, until no rank has a batch left. If it returns true on any rank,
-        all ranks return None. (On CUDA, the last call has no effect.)
+    stop: is called once per batch, also on a rank that has none left while others have. If it
+        returns true on any rank, all ranks return None. (On CUDA, the last call has no effect.)
 
-    It runs the model in evaluation mode and restores the earlier modes. With DDP, all ranks first
-    get the buffers of rank 0, unless broadcast_buffers is False.
+    It runs the model in evaluation mode and restores the earlier modes. With DDP, rank 0 first
+    sends its buffers to all ranks, unless broadcast_buffers is False.
     """
     replica = getattr(model, "_orig_mod", model)  # torch.compile keeps the model there
     if isinstance(replica, nn.parallel.DistributedDataParallel):
@@ -297,9 +300,9 @@ def evaluate(
     unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0]. The zeros make the size
-            # differ from that in train_. So gloo raises an error if some ranks evaluate while
-            # others train.
+            # [number of ranks with a batch, number that ask to stop, 0, 0]. train_ sums 3 numbers
+            # and group_batches 2. These are 4, so that gloo raises an error if some ranks evaluate
+            # while others train.
             flags = sums.new_zeros(4)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -331,10 +334,9 @@ def group_batches(
     count: returns for a batch the count that the loss function will return.
 
     The steps end when no rank has a batch left. A rank that runs out earlier repeats a micro-batch
-    and declares 0: see train_.
+    and declares 0: see train_. A step whose count is 0 on all ranks is left out.
 
-    Batches are read one step ahead, so the position of a loader is not the number of finished
-    steps.
+    Batches are read one step ahead, so do not resume from the position of a loader.
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:
@@ -360,10 +362,8 @@ def group_batches(
         spare = micro_batches[:1] or spare
         if not spare:
             raise ValueError("this rank has no batch; use fewer ranks or smaller batches")
-        if total and micro_batches:
-            yield micro_batches, total
-        elif total:
-            yield spare, 0
+        if total:
+            yield (micro_batches, total) if micro_batches else (spare, 0)
 
 
 def _sum_over_ranks_(values: Tensor) -> Callable[[], object]:
@@ -408,7 +408,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
     """Return the factor for the learning rate in a step: linear warm-up, then linear decay.
 
-    step: from 0 on. The last step is total - 1. The factor is `floor` at step == total.
+    step: from 0 on. The last step is total - 1. If total > warmup_steps, the factor would be
+        `floor` at step == total.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))

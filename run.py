@@ -45,7 +45,7 @@ Values = dict[str, Any]  # values by name, for example a checkpoint
 
 
 def lazy_import(name: str) -> ModuleType:
-    """Return a module. It is imported at its first use, so --help is fast."""
+    """Return a module that is imported only when it is first used, so --help is fast."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.find_spec(name)
@@ -58,7 +58,7 @@ def lazy_import(name: str) -> ModuleType:
 
 
 def extra(name: str) -> ModuleType:
-    """Import extras/NAME.py. FileNotFoundError if it, or a module that it needs, is missing."""
+    """Import extras/NAME.py. FileNotFoundError: it, or a module that it needs, is missing."""
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
@@ -74,14 +74,14 @@ if TYPE_CHECKING:
     import gpt
     import loop
 else:
-    MODULES = [lazy_import(name) for name in "ddp_setup torch chardata gpt loop ckpt".split()]
-    ddp_setup, torch, chardata, gpt, loop, ckpt = MODULES
+    names = "ddp_setup torch chardata gpt loop ckpt"
+    ddp_setup, torch, chardata, gpt, loop, ckpt = map(lazy_import, names.split())
 
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
-CLEAR_LINE = "\033[G\033[K"  # clears "evaluation: batch N" in a terminal
+CLEAR_LINE = "\033[G\033[K"  # clears the line of show_progress in a terminal
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -118,16 +118,16 @@ class Flags:
     embd: int = option(128, "Width of the model.", COUNT)
     dropout: float = option(0.0, "Dropout probability.", FRACTION)
     init_from: str | None = option(
-        None, "Start from the model of another --out, of Hugging Face or of nanoGPT.", PATH
+        None, "Model to start from: an --out, a nanoGPT checkpoint, or a Hugging Face GPT-2.", PATH
     )
     epochs: int = option(1, "Passes over the training data.", COUNT)
-    steps: int | None = option(None, "Maximum number of steps, if --epochs has more.", COUNT)
+    steps: int | None = option(None, "Last step, even if --epochs has more.", COUNT)
     optimizer: str = option(
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
     embedding_lr: float = option(
-        2.0, "With muon: AdamW's learning rate is --lr times this.", POSITIVE
+        2.0, "With muon, AdamW's learning rate is --lr times this factor.", POSITIVE
     )
     momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
     min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)
@@ -144,7 +144,9 @@ class Flags:
         metavar="[N]",
     )
     strategy: str = option(
-        "ddp", "zero and fsdp divide the model's state over the ranks.", ["ddp", "zero", "fsdp"]
+        "ddp",
+        "zero and fsdp divide weights and optimizer state over the ranks. fsdp uses least memory.",
+        ["ddp", "zero", "fsdp"],
     )
     device: str = option("auto", "Device to train on.", DEVICES)
     dtype: str = option(
@@ -198,9 +200,9 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # errors of the body get an exit_code, which process_group reads
+        usage_errors(),  # makes errors of the body UsageErrors; process_group reads their exit_code
     ):
-        rank0 = world.rank == 0  # It alone prints and writes, except sharded checkpoints.
+        rank0 = world.rank == 0  # Only rank 0 prints, and writes what is not a sharded checkpoint.
         # Ranks with different flags would train different runs. Only paths may differ: load_data
         # compares the data.
         shared = given - {"data", "out", "init_from", "tokenizer"}
@@ -251,7 +253,8 @@ def train(flags: Flags, given: set[str]) -> int:
             )
         peak_flops = machine.get("peak_flops", math.nan)
 
-        # With the seed None, the model has no weights. For zero and fsdp, shard_ makes them.
+        # With the seed None, the weights are on the device meta: they have a shape, but no values.
+        # For zero and fsdp, shard_ computes the values.
         seed = flags.seed if flags.strategy == "ddp" else None
         model = build_model(config, seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
@@ -275,8 +278,8 @@ def train(flags: Flags, given: set[str]) -> int:
         steps = chardata.steps(
             plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
         )
-        # fsdp gathers the weights in each micro-batch, so all ranks need equally many. In a
-        # training, zero gathers them only once per step.
+        # fsdp gathers the weights in each micro-batch, so all ranks need the same number of
+        # micro-batches. In training, zero gathers them only once per step.
         if flags.strategy == "fsdp":
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         elif flags.strategy == "ddp":
@@ -319,7 +322,7 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # The latest save and its deadline. Before the first one, this is a call that does nothing.
+        # The latest save and its deadline. Until there is a save, this is a call that does nothing.
         pool = ThreadPoolExecutor(1)
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
@@ -356,8 +359,8 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite changes no weight. When a training
-                # diverges, equal checkpoints must not make --keep delete the older ones.
+                # A step whose loss or gradient is not finite changes no weight. A checkpoint of it
+                # would be a copy of the one before, and --keep would delete an older one for it.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # If an evaluation or a save follows, float() or isfinite() above has waited for the
                 # device on rank 0. So the time of the pause contains no training.
@@ -398,7 +401,7 @@ def train(flags: Flags, given: set[str]) -> int:
             wait_for_saves()
             raise
         except Exception:
-            wait_for_save(*writing)  # Other ranks may have no error, and would not wait together.
+            wait_for_save(*writing)  # Not wait_for_saves: other ranks may have no error.
             raise
         ended = may_save and wait_for_saves()
         failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
@@ -426,7 +429,8 @@ def open_storage(out: str, write_sharded: bool = False) -> Any:
 def find_checkpoint(out: str, storage: ModuleType) -> Values:
     """Return the newest checkpoint that is not damaged; {} if there is no checkpoint.
 
-    Its "rejected" is {name: reason} of newer, damaged ones. ValueError if all are damaged.
+    Its value "rejected" is {name: reason} for newer, damaged checkpoints. ValueError: all are
+    damaged.
     """
     found, rejected = storage.newest(out)
     if not found:
@@ -460,7 +464,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
         ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
-        # extras/tokenizer.py compares tokenizer.json files.
+        # Two tokenizer.json files are compared later, in extras/tokenizer.py.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
             other = "name another --out" if "step" in saved else "start without --init-from"
@@ -476,7 +480,8 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
 def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     """Read the data that the flags name, as tokens.
 
-    chars: the characters, or the text of tokenizer.json, in the checkpoint; "" without one.
+    chars: the characters, or the text of tokenizer.json, in the checkpoint; "" if there is no
+        checkpoint.
     """
     tokenizer = flags.tokenizer
     files: list[str] = []  # the default text
@@ -534,8 +539,8 @@ def validate(
     loss_fn: loop.LossFn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
-    # In an evaluation, both zero and fsdp gather the weights for each batch, so all ranks need
-    # equally many.
+    # In an evaluation, both zero and fsdp gather the weights for each batch, so all ranks need the
+    # same number of batches.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
@@ -557,8 +562,8 @@ def build_model(config: gpt.Config, seed: int | None, checkpoint_activations: bo
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the flags name.
 
-    one_machine: whether all ranks are on one machine. Only then do they divide the work of Muon,
-    because between machines this would be slower.
+    one_machine: whether all ranks are on one machine. Only then they divide the work of Muon.
+    Between machines, this would be slower.
     """
     groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
     muon: list[torch.optim.Optimizer] = []
@@ -592,7 +597,7 @@ def pick_dtype(flag: str, device: torch.device) -> str:
 def should_compile(flag: bool | None, device: torch.device, flops: float) -> bool:
     """Return the flag; without one, whether compilation is possible and saves time.
 
-    flops: of the whole run, so that a resumed run decides the same.
+    flops: of the whole run, not of the rest, so that resuming alone does not change the decision.
     """
     if flag is not None:
         return flag
@@ -610,7 +615,7 @@ def prepare_folder(
     Set damaged checkpoints aside, remove metrics after `step`, and write config.json.
     """
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
-    foreign = old and '"val_fraction"' not in old or metrics and '{"step": ' not in metrics
+    foreign = (old and '"val_fraction"' not in old) or (metrics and '{"step": ' not in metrics)
     if foreign and not step:
         raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
@@ -750,7 +755,7 @@ DEVICE = click.option(
 @click.option(
     "--temperature", type=NOT_NEGATIVE, default=0.8, help="0: always the most probable token."
 )
-@click.option("--top-k", type=FROM_ZERO, default=0, help="Draw from K tokens; 0 means all.")
+@click.option("--top-k", type=FROM_ZERO, default=0, help="Only the K most probable; 0 means all.")
 @click.option("--seed", type=SEED, help="To get the same text again.  [default: a new seed]")
 def sample(
     out: str,
@@ -778,7 +783,7 @@ def sample(
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
-    # All texts are generated together. The first is printed meanwhile, the others afterwards.
+    # The loop generates all texts together. It prints the first one at once, the others after it.
     for row, batches in enumerate(tee(generated, num_samples if world.rank == 0 else 0)):
         if row:
             click.echo("-" * 20)
@@ -810,7 +815,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         flags = merge_saved_flags(Flags(out=out), set(), state)
         corpus, _, plan = load_data(flags, set(), state, world)
         if not plan.tokens:
-            raise ValueError("the run has no validation data; name other data with --data")
+            raise ValueError("there is no validation data; name other or longer data with --data")
         loss = validate(model, plan, world, flags, getattr(torch, flags.dtype))
         assert loss is not None  # None only after a stop
         chardata.verify_unchanged(corpus)
@@ -889,8 +894,9 @@ def main() -> None:
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
     if "OMP_WAIT_POLICY" not in os.environ:
-        # The threads of OpenMP wait in a loop. The default, 300,000 rounds, is up to seven times
-        # slower if another program uses a core, and not faster if none does.
+        # A thread of OpenMP that has no work first waits in a busy loop. With the default, 300,000
+        # rounds, training is up to seven times slower if another program uses a core, and not
+        # faster if none does.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
