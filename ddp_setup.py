@@ -11,8 +11,9 @@
 
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
 the processes that `spawn` starts. A rank is one of the processes that train together. If a rank
-fails, the others fail too, because they lose their connection to it. But only the first rank that
-fails prints an error: all ranks share a key-value store, in which the first one claims the report.
+fails, the others fail too, because they lose their connection to it. But only one of them prints
+an error: the ranks share a key-value store, and the first rank that fails notes there that it
+reports.
 """
 
 import ctypes
@@ -37,8 +38,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# The parent can end during the slow import of torch, so its id is read first. The key is there
-# because a forked child inherits this dict, but has another parent.
+# The parent can end during the slow import of torch, so its id is read first. The key is the id of
+# this process, because a forked child inherits this dict, but has another parent.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
@@ -102,30 +103,31 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
 
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
         of a machine gets GPU i. On a CPU, the ranks of a machine share its CPUs: this sets torch's
-        number of threads, except in a single process with OMP_NUM_THREADS. The backend is NCCL for
-        CUDA, else gloo.
+        number of threads, except for the only rank of a machine with OMP_NUM_THREADS. The backend
+        is NCCL for CUDA, else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
         code 1, without an exception. One such rank prints, for every rank, the line where its
         program is. Use wait_together for work that may take longer. While a rank runs
-        torch.compile, the others wait up to twice the timeout. Waiting in
-        torch.distributed.new_group, recv or monitored_barrier is not covered.
+        torch.compile, or if the network is down, the others wait up to twice the timeout. Waiting
+        in torch.distributed.new_group, recv or monitored_barrier is not covered.
 
     ValueError if the launch variables are wrong or the device is not available. ConnectionError if
-    not all ranks connect to the store within the timeout.
+    the ranks cannot connect within the timeout. Each rank raises these two errors itself.
 
-    If a rank is killed, or if an exception other than SystemExit and KeyboardInterrupt leaves the
-    block, all ranks end:
+    If a rank is killed, or if an exception (a subclass of Exception) leaves the block, all ranks
+    end:
     - The rank that failed first raises its own exception.
     - If a rank was killed or lost, another rank raises ConnectionError, which names the ranks that
-      did not answer. Under spawn, the parent process reports the lost rank instead.
+      did not answer. Under spawn, the parent process reports the lost rank instead. If the store is
+      lost too, as with rank 0 of most launchers, each rank raises ConnectionError.
     - If all ranks failed in torch.distributed, one of them raises torch's own exception.
     - All other ranks raise SystemExit in place of their exception. Python prints nothing for it.
-      The exit code is 1. For another code, give your exception class an attribute `exit_code`.
+      The exit code is the attribute `exit_code` of the exception that it replaces, else 1.
     But with NCCL, a rank that waits in a collective raises nothing: it ends at the timeout with
     exit code 1, or torch ends it with SIGABRT.
 
-    After sys.exit or KeyboardInterrupt, this rank is lost for ranks that still use the group. Only
-    sys.exit(0) destroys the group.
+    A rank that leaves the block by sys.exit or KeyboardInterrupt is lost for ranks that still use
+    the group. Of these exits, only sys.exit(0) destroys the group.
 
     After the block, the current GPU, torch's number of threads, and the environment variables
     GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE stay as they were set here.
@@ -161,7 +163,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
                 store=store,
                 rank=env.rank,
                 world_size=env.size,
-                # _watch_ranks ends the process earlier, unless a rank compiles.
+                # _watch_ranks ends the process earlier, unless a rank compiles or the store does
+                # not answer.
                 timeout=timedelta(seconds=2 * timeout),
                 device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
             )
@@ -183,8 +186,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         _choose_reporter(error, env, store)
         raise
     finally:
-        # This releases the GIL, which a thread of gloo needs after the last collective. If Python
-        # shuts down before, the process aborts (github.com/pytorch/pytorch/pull/179291, in 2.13).
+        # After the last collective, a thread of gloo still needs the GIL, which sleep releases. If
+        # Python shuts down before that thread has ended, the process aborts
+        # (github.com/pytorch/pytorch/pull/179291, in 2.13).
         time.sleep(0.1)
     if exit_request:
         raise exit_request
@@ -275,7 +279,7 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 
 
 def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
-    """Do nothing if this rank must raise `error` itself; otherwise raise another exception."""
+    """Return if the caller must raise `error`. Otherwise, raise the exception that replaces it."""
     # torch.distributed raises DistError. gloo raises a bare RuntimeError with one of these texts.
     texts = "/gloo/|Application timeout caused pair closure"
     from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
@@ -294,7 +298,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
         # If the network is down, a request to the store never returns.
         not_failed = _in_thread(claim_report).result(6)
     except (dist.DistError, futures.TimeoutError):
-        not_failed = ["0"]  # The machine of rank 0 is lost.
+        not_failed = ["0"]  # The store is lost, and usually rank 0 with it.
     if consequence and not_failed:  # If all ranks have failed, none was lost.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
         raise ConnectionError(f"no answer from rank {' or '.join(not_failed)} ({how})") from error
@@ -311,14 +315,15 @@ def _watch_ranks(
 ) -> None:
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
-    This runs in a thread of each rank. It cannot raise an exception in the thread `main`, because
-    that waits in a collective.
+    This runs in a thread of each rank. It cannot raise an exception in the thread `main`, which
+    called process_group, because that waits in a collective.
 
-    An interval is 1/20 of the timeout. In each interval, a rank adds 1 to a counter in the store,
-    which all ranks share as a clock. It also stores the new count and the line of its program.
-    A rank is stuck if it waits, no collective has started or ended since the last interval, and no
-    rank runs torch.compile. (After a rank has reported an error, all others count as waiting.) A
-    rank that is stuck 20 times in a row ends. The first one prints where each rank is.
+    An interval is 1/20 of the timeout. In each interval, each rank adds 1 to the same counter in
+    the store. So this counter serves as a clock. The rank also stores the new count and the line
+    of its program. A rank is stuck if it waits, no collective has started or ended since the last
+    interval, and no rank runs torch.compile. (After a rank has reported an error, all others count
+    as waiting.) A rank that is stuck 20 times in a row ends. The first one prints where each rank
+    is, if no rank has reported an error.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
@@ -360,7 +365,7 @@ def _watch_ranks(
         with suppress(dist.DistError):
             if store.add("reported", 1) > 1:
                 os._exit(1)
-            # compare_set returns the value, or the last argument if there is none.
+            # compare_set returns the value of the key, or the last argument if the key is missing.
             states = [json.loads(store.compare_set(key, "", '[0, ""]')) for key in keys]
             ranks = [  # A state that is older than three intervals is no answer.
                 f"rank {rank} at {line}" if written > counts[-4] else f"no answer from rank {rank}"
@@ -391,9 +396,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
     All ranks must call this function, with the same architecture. All get the weights of rank 0. A
-    wrapped model has the original one as its attribute `module`. Existing gradients can be deleted.
-    Gradient hooks of parameters are called once, with zeros: register hooks that take an optimizer
-    step afterwards.
+    wrapped model has the original one as its attribute `module`. Existing gradients may be lost.
+    Gradient hooks of parameters are called once, with zeros. If a hook takes an optimizer step,
+    register it after this call.
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
     For BatchNorm statistics over all ranks, see torch.nn.SyncBatchNorm.
@@ -403,10 +408,12 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         return model
     settings = {"gradient_as_bucket_view": True, **ddp}
     replica = nn.parallel.DistributedDataParallel(model, **settings)
-    if not (replica.find_unused_parameters or replica.static_graph):
-        # After its first backward pass, DDP adds gradients in another order. So a resumed run would
-        # round differently. Make that pass now, with gradients of zero. (With
-        # find_unused_parameters, DDP keeps the first order.)
+    sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
+    if not (replica.find_unused_parameters or replica.static_graph or sparse):
+        # After its first backward pass, DDP changes the order in which it adds gradients. A resumed
+        # run has a new replica, so its first step would round differently. Make that pass now, with
+        # gradients of zero. (With find_unused_parameters, DDP keeps the first order. Zeros as below
+        # are dense, and DDP expects sparse ones for sparse embeddings.)
         # prepare_for_backward takes the place of the forward pass. []: expect all gradients.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
@@ -432,7 +439,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function. If some calls raise ValueError or OSError, all ranks raise
-    the error of the lowest of these ranks. Another exception is raised only on its own rank.
+    the error of the lowest of these ranks. If none does, another exception is raised only on its
+    own rank.
 
     Use it for slow work, such as reading large files: here the timeout of process_group does not
     apply. If a call hangs, all ranks wait.
@@ -481,8 +489,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
     Only the main thread can use this function. If these signals were blocked, they are unblocked
-    and stay so. Of two nested `with` blocks, only the inner one notices a signal. So a block around
-    spawn notices nothing, because spawn has its own.
+    and stay unblocked. Of two nested `with` blocks, only the inner one notices a signal. So a block
+    around spawn notices nothing while spawn runs, because spawn has its own.
     """
     received, owner = list[int](), os.getpid()
 
@@ -516,9 +524,9 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
-    Each process is a rank and must use process_group. It notices stop signals only if it uses
-    stop_signals. `fn` must be at the top level of a module, and `args` must be picklable. The
-    script needs `if __name__ == "__main__":`.
+    Each process is a rank and must use process_group. Until it uses stop_signals, these signals are
+    blocked in it and in the processes that it starts. `fn` must be at the top level of a module,
+    and `args` must be picklable. The script needs `if __name__ == "__main__":`.
 
     If a rank ends with another code than 0, the others get 4 seconds to end and are then killed.
     After a stop signal, this process sends SIGTERM to all ranks and continues to wait. A second
@@ -532,7 +540,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     - If the rank that failed first ended with 130, as after Ctrl-C, 130 is returned.
     - If a rank has reported an error through process_group, the code of the rank that failed first
       is returned, or 1 if a signal killed it.
-    - ChildProcessError is raised. Its message names the rank that failed or did not end.
+    - Otherwise, ChildProcessError is raised. Its message names the rank that failed or did not end.
     ValueError on Windows, and if `fn` or `args` are from a notebook.
     """
     in_notebook = not hasattr(sys.modules["__main__"], "__file__")

@@ -306,6 +306,17 @@ def replicate_complex_parameters_without_grad() -> None:
         assert ddp_setup.replicate(nn.Linear(1, 1), world).gradient_as_bucket_view
 
 
+def average_sparse_gradients() -> None:
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        model = nn.Sequential(nn.Embedding(9, 2, sparse=True), nn.Linear(2, 1))
+        replica = ddp_setup.replicate(model, world)
+        replica(torch.tensor([world.rank])).sum().backward()
+        gradient, weight = model[0].weight.grad.to_dense(), model[1].weight.detach()
+        # Each rank has used one row, and DDP averages over both ranks.
+        assert torch.equal(gradient[:2], weight.expand(2, 2) / 2)
+        assert not gradient[2:].any()
+
+
 def join_after_rank_0_had_tried_alone() -> None:
     """torchrun starts all ranks again if rank 1 ends before it joins. Its store keeps all keys."""
     os.environ["TORCHELASTIC_RUN_ID"] = "job"

@@ -253,6 +253,10 @@ def test_a_replica_may_have_complex_parameters_and_be_made_without_grad():
     run_on_ranks(ranks.replicate_complex_parameters_without_grad, 2)
 
 
+def test_a_replica_may_have_sparse_embeddings():
+    run_on_ranks(ranks.average_sparse_gradients, 2)
+
+
 def test_without_a_device_the_best_one_is_used(alone):
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     with ddp_setup.process_group() as world:
