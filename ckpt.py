@@ -328,7 +328,9 @@ def _check_state(state: Any) -> None:
     """Raise ValueError if state["model"] is missing, empty, cannot be checked, or contains NaN."""
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict) or not model:
-        raise ValueError("not a checkpoint: there is no state dict under 'model'")
+        raise ValueError(
+            "not a checkpoint: no state dict under 'model' (snapshot gives it to rank 0 only)"
+        )
     for name, value in model.items():
         if isinstance(value, Tensor) and (value.is_meta or value.is_quantized):
             raise ValueError(f"not supported: {name} is on the device meta or quantized")

@@ -81,8 +81,9 @@ def train_(
     """Do one optimizer step for each item of `steps`; after each, yield (steps done, Report).
 
     All ranks must iterate over train_ together. Gradients must be None at the start. After each
-    step, train_ deletes only the gradients of the optimizers' parameters. It calls model.train()
-    at the start.
+    step, train_ deletes only the gradients of the optimizers' parameters. If the loss also depends
+    on another model, as in a GAN, delete the gradients of that model yourself. train_ calls
+    model.train() at the start.
 
     start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
         only when `steps` ends. A caller that uses break must not call it for a finished run.
@@ -97,7 +98,8 @@ def train_(
         becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
         None, train_ leaves "lr" to the caller, for example to a torch scheduler. To resume with
         one, create it, load its state, and then copy its get_last_lr() into each "lr", because its
-        creation has changed them.
+        creation has changed them. OneCycleLR and CyclicLR also change the momentum, unless
+        cycle_momentum is False: copy it too.
     clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
@@ -113,9 +115,11 @@ def train_(
         synchronises. All ranks then need the same number of micro-batches in a step: see pad_steps
         in extras/fsdp.py. train_ then does not check that the model is wrapped.
 
-    ValueError: the declared count is not what loss_fn counted. Discard the model, because its
-    update was wrong. If an error is raised on some ranks only, the others wait in a collective
-    until the processes of these ranks end, or until the timeout of the process group.
+    ValueError: the declared count is not what loss_fn counted. Or the gradient norm of the step
+    before was not the same on all ranks, because loss_fn does not use the model that it is given.
+    In both cases, discard the model, because its update was wrong. If an error is raised on some
+    ranks only, the others wait in a collective until the processes of these ranks end, or until the
+    timeout of the process group.
 
     On CUDA, report.stop, Diverged and this ValueError come one step late. A request to stop in the
     last step is not reported. Errors of the last step are raised when `steps` ends, so a caller
@@ -131,7 +135,7 @@ def train_(
             "DistributedDataParallel, as replicate in ddp_setup.py does, or set sync_each for FSDP2"
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
-    skipped = in_a_row = torch.zeros((), device=device)
+    skipped = in_a_row = norm = torch.zeros((), device=device)
     # One function per step that is not yet checked. It checks the count, the requests to stop and
     # the bad steps. On CUDA, each step calls the function of the step before, and the first step
     # one that does nothing.
@@ -146,12 +150,14 @@ def train_(
         weight = world_size / total if total else 0.0
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _seed(device, seed, step, rank)
-            sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), no_sync)
+            sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), norm, no_sync)
+            # Other hardware on some ranks rounds differently. NaN and inf give False.
+            differ = (sums[3] / world_size - norm).abs() > 1e-3 * norm
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
-        read = to_host(torch.stack([*sums[1:], in_a_row]))
+        read = to_host(torch.stack([*sums[1:3], in_a_row, differ]))
         unread.append(partial(_read_flags, read, step + 1, total, patience))
         stopping = unread.pop(0)()
         yield step + 1, Report(loss, norm, sums[1], skipped, stopping)
@@ -161,7 +167,12 @@ def train_(
 
 def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool:
     """Return whether a rank asked to stop, or raise the errors of train_."""
-    counted, stopping, bad = read()
+    counted, stopping, bad, differ = read()
+    if differ:
+        raise ValueError(
+            f"step {step - 1}: the ranks had different gradients; loss_fn must use the model that "
+            "it is given, which synchronises them"
+        )
     # A rank that declares 0 does not know the count. float32 sums on MPS need the tolerance.
     if declared and abs(counted - declared) > 1e-6 * declared:
         raise ValueError(
@@ -198,20 +209,22 @@ def _backward_(
     dtype: torch.dtype,
     scaler: torch.amp.GradScaler,
     stop: bool,
+    norm: Tensor,
     no_sync: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
     """Back-propagate weight * (loss sum) of each micro-batch.
 
-    Returns the totals of all ranks: (loss sum, count, number of ranks that asked to stop).
+    Returns the totals of all ranks: (loss sum, count, number of ranks that asked to stop, `norm`).
     """
     device = next(model.parameters()).device
     if not batches:
         raise ValueError(
             "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
         )
-    sums = torch.zeros(3, dtype=accumulator_dtype(device), device=device)
+    sums = torch.zeros(4, dtype=accumulator_dtype(device), device=device)
     # `sums[2] = stop` would wait for a CUDA device.
     sums[2].fill_(stop)
+    sums[3] = norm
     for i, batch in enumerate(batches, 1):
         last = i == len(batches)
         with nullcontext() if last else no_sync():
@@ -224,7 +237,7 @@ def _backward_(
                 wait = _sum_over_ranks_(sums)
             scaler.scale(loss_sum * weight).backward()
     wait()
-    # DDP raises RuntimeError here, before the update, if gradients were not synchronised.
+    # DDP raises RuntimeError here, before the update, if it has synchronised only some gradients.
     getattr(model, "_check_reducer_finalized", bool)()
     return sums
 
@@ -300,10 +313,10 @@ def evaluate(
     unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0]. train_ sums 3 numbers
-            # and group_batches 2. These are 4, so that gloo raises an error if some ranks evaluate
-            # while others train.
-            flags = sums.new_zeros(4)
+            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. train_ sums 4 and
+            # group_batches 2 numbers. These are 5, so that gloo does not add them to the others if
+            # some ranks evaluate while others train. Such ranks fail, or wait until the timeout.
+            flags = sums.new_zeros(5)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
             wait = _sum_over_ranks_(flags)

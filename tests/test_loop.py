@@ -310,6 +310,17 @@ def unwrapped_model(world):
     return error, len(list(loop.train_(model, [sgd(model)], steps, squares, sync_each=True)))
 
 
+def loss_of_another_model(world):
+    """Train a replica with a loss function that uses the model inside it. Return the error."""
+    model, mine = mlp(), slice(world.rank, world.rank + 1)
+    replica, steps = ddp_setup.replicate(model, world), [([(X[mine], Y[mine])], world.size)] * 2
+    try:
+        list(loop.train_(replica, [sgd(model)], steps, lambda _, batch: squares(model, batch)))
+    except ValueError as caught:
+        return str(caught)
+    return ""
+
+
 def unused_parameters(world):
     """Train a model that uses its second layer in the first step only. Return (error, number of
     reports, whether the second step changed a weight).
@@ -346,6 +357,7 @@ def every_job(world):
         evaluation,
         stopped_evaluation,
         unwrapped_model,
+        loss_of_another_model,
         unused_parameters,
     )
     return results | {job.__name__: job(world) for job in jobs}
@@ -439,6 +451,16 @@ def test_several_ranks_with_an_unwrapped_model_are_an_error(ranks, size):
             assert error == ""
         else:
             assert f"{size} ranks would train different models: wrap the model" in error
+
+
+@SIZES
+def test_a_loss_function_that_uses_another_model_than_the_replica_is_an_error(ranks, size):
+    for result in ranks(size):
+        expected = (
+            "" if size == 1 else "step 1: the ranks had different gradients; loss_fn must use"
+        )
+        assert result["loss_of_another_model"].startswith(expected)
+        assert bool(result["loss_of_another_model"]) == (size > 1)
 
 
 @SIZES
