@@ -6,12 +6,13 @@
     for token in islice(sample(model.eval(), prompt), 100):
         print(int(token))
 
-`arch="gpt2"` is exactly GPT-2 (Radford et al., 2019). `arch="modern"` has rotary positions (Su et
-al., 2021), RMS norm without weights (Zhang and Sennrich, 2019), normalised queries and keys (Henry
-et al., 2020), squared ReLU (So et al., 2021), no biases, and an untied output layer.
+`arch="gpt2"` computes the same function as GPT-2 (Radford et al., 2019). `arch="modern"` has rotary
+positions (Su et al., 2021), RMS norm without weights (Zhang and Sennrich, 2019), normalised queries
+and keys (Henry et al., 2020), squared ReLU (So et al., 2021), no biases, an untied output layer,
+and blocks that start as the identity.
 
 Letters in shapes: B sequences, T tokens in each, C = embd, H heads, D = C / H, V tokens in the
-vocabulary, and S keys. S = T, except in sampling, with cached keys.
+vocabulary, and S keys. In training, S = T. In sampling, S also counts the cached keys.
 """
 
 import math
@@ -33,7 +34,7 @@ class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
 
     vocab: int
-    block_size: int  # maximum context length in tokens
+    block_size: int  # context length in tokens: the maximum for gpt2, and for `sample`
     layers: int
     heads: int
     embd: int  # width of the residual stream
@@ -49,7 +50,7 @@ class Arch(NamedTuple):
     rotary: bool  # True: rotary positions, normalised queries and keys. False: learned positions
     bias: bool  # linear layers in the blocks have a bias
     tied_head: bool  # the output layer shares the embedding's weights
-    zero_branches: bool  # the last layers of both branches, Block.out and Block.down, start as 0
+    zero_branches: bool  # Block.out and Block.down start as 0, so a block starts as the identity
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the cross-entropies of the N rows of x @ weight.T, in nats.
+    """Sum the cross-entropy of the logits x @ weight.T with the targets over N rows, in nats.
 
     x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
     """
@@ -120,8 +121,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     dropout: Pass 0.0 in evaluation.
     """
     (B, H, T, D), S = q.shape, k.shape[2]
-    # For these, the backward pass of torch's kernel can be ten times slower than that of the matrix
-    # products at the end of this function (torch 2.13).
+    # For short bfloat16 sequences on a CPU, the backward pass of torch's kernel can be ten times
+    # slower than the backward pass of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
     # is_causal is right only for T = S. T = 1 needs no mask.
     if T in (1, S) and not fused_is_slow:
@@ -148,7 +149,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos_sin: Tensor, cache: Tensor | None = None) -> Tensor:
         """Map x (B, T, C) to (B, T, C).
 
-        cos_sin: see rope. cache: (2, B, H, S, D), see GPT.forward.
+        cos_sin: see rope. cache: (2, B, H, S, D), one layer of `caches` in GPT.forward.
         """
         B, T, C = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
@@ -203,7 +204,7 @@ class GPT(nn.Module):
             `tokens` into the last T positions, and returns only the logits of the last token,
             (B, 1, V).
         start: position of the first token. With caches, it must be S - T. With gpt2, start + T must
-            be at most block_size. If not, the result can be wrong without an error.
+            be at most block_size. Neither is checked: other values can give a wrong result.
         """
         T, kind = tokens.shape[1], tokens.device.type
         x = self.embedding(tokens)
@@ -236,7 +237,8 @@ def build(
 
     ValueError if `config` is not valid.
     seed: None leaves the parameters on the device "meta". initial_weight can compute their values.
-    checkpoint_activations: save memory: the backward pass computes each block again.
+    checkpoint_activations: in training, compute each block again in the backward pass. This saves
+        memory.
     cross_entropy: computes the loss. That of extras/cross_entropy.py saves memory.
     """
     if config.arch not in ARCHS:
@@ -263,15 +265,16 @@ def build(
 def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> Tensor:
     """Compute the initial values of a parameter, float32 on the CPU, from the arguments alone.
 
-    shape: of the whole parameter, not of a rank's part.
+    shape: of the whole parameter, also if each rank holds only a part of it.
     """
-    # Norm weights are filled with True, that is 1, and biases with 0. Matrices are drawn below.
+    # endswith gives True, that is 1, for the weights of norms, and 0 for biases. Matrices are drawn
+    # below.
     weight = torch.full(shape, name.endswith("weight"), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         std = 0.02
         if name.endswith(("out.weight", "down.weight")):
             std *= 0 if ARCHS[config.arch].zero_branches else (2 * config.layers) ** -0.5
-        # A CPU generator uses only 32 bits of its seed.
+        # A CPU generator uses only 32 bits of its seed, so this is a hash with 32 bits.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight.normal_(0, std, generator=generator)
     return weight
@@ -281,7 +284,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """Compute (sum of the token losses in nats, number of tokens) of a batch.
 
     model: a GPT or a wrapper of one.
-    batch: (x, y), both (B, T) int64. y holds the token that follows each of x. It must not contain
+    batch: (x, y), both (B, T) int64. y[b, t] is the token that follows x[b, t]. y must not contain
         -100, which F.cross_entropy ignores.
     """
     x, y = batch
@@ -295,8 +298,8 @@ def compile_(model: GPT) -> None:
     it would be compiled again for each length.
     """
     config = torch._dynamo.config
-    # After 8 shapes, torch would run further ones uncompiled. These round differently, so the
-    # result would depend on which shapes came first.
+    # By default, torch compiles for 8 shapes and runs others uncompiled. These round differently,
+    # so the result would depend on which shapes came first.
     config.recompile_limit = max(64, config.recompile_limit)
     # Under DistributedDataParallel, torch would cut large graphs into pieces.
     config.optimize_ddp = False
@@ -308,8 +311,9 @@ def compile_(model: GPT) -> None:
 def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
     """Divide the parameters into three groups for the optimizers.
 
-    "matrices" are the weights of linear layers in the blocks. "embeddings" are those of the
-    embeddings and the output layer. "vectors" are biases and norm weights. A group can be empty.
+    "matrices" are the weights of linear layers in the blocks. "embeddings" are the weights of the
+    token and position embeddings and of the output layer. "vectors" are biases and norm weights. A
+    group can be empty.
     Pass the GPT itself. In a wrapper such as DistributedDataParallel, the names do not begin with
     "blocks.", so every matrix would be in "embeddings".
     """
@@ -341,7 +345,8 @@ def sample(
     torch's global generator is used. ValueError, at the first next(), in training mode
     or for an empty prompt.
 
-    Whenever prompt and new tokens exceed block_size, only the last ceil(block_size / 2) are kept.
+    Whenever the context is longer than block_size, it is cut to its last ceil(block_size / 2)
+    tokens.
     """
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before")
@@ -370,8 +375,9 @@ def sample(
 def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     """Draw one token from each row of logits (B, V). Return (B,) int64.
 
-    temperature: divides the logits. 0 returns the most likely token.
-    top_k: draw only from the top_k most likely tokens. 0 means all.
+    temperature: divides the logits, at least 0. 0 returns the most likely token.
+    top_k: draw only from the top_k most likely tokens, and from others that are exactly as likely
+        as the last of these. 0 means all.
     """
     if temperature == 0:
         return logits.argmax(-1)

@@ -496,6 +496,11 @@ def test_metrics_have_a_line_with_the_documented_keys_for_each_step_and_evaluati
     assert {line["skipped"] for line in steps} == {0}
     times = [line["time"] for line in lines]
     assert times == sorted(times) and times[-1] <= time.time() < times[0] + 3600
+    # The seconds that follow from the rates cannot be more than those since config.json was written.
+    counts = [0, *(line["tokens"] for line in steps)]
+    seconds = sum((b - a) / line["tokens_per_s"] for a, b, line in zip(counts, counts[1:], steps))
+    passed = times[-1] - (done("spawn 3")[1] / "config.json").stat().st_mtime
+    assert 0 < seconds <= 1.01 * passed + 0.01
 
 
 def test_an_epoch_ends_with_its_short_batch(done):
