@@ -35,6 +35,7 @@ FOREIGN = (
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
     "MASTER_",
+    "PYTHONUNBUFFERED",
 )
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
 ENVIRONMENT["OMP_WAIT_POLICY"] = "passive"  # spinning threads take CPU time from other processes

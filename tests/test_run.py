@@ -34,6 +34,7 @@ import torch
 import warm
 from conftest import (
     ENVIRONMENT,
+    MODEL,
     PYTHON,
     ROOT,
     TINY,
@@ -102,7 +103,7 @@ def done(text, undisturbed, tmp_path_factory):
     data = [*TINY, "--data", text]
     for dtype, arch in HALVES.items():
         train(dtype, *data, "--steps", 30, "--dtype", dtype, "--arch", arch)
-    train("no validation", *data, "--epochs", 1, "--val-fraction", 0)
+    train("no validation", *MODEL, "--batch-size", 8, "--data", text, "--val-fraction", 0)
     train("diverging", *data, "--lr", 1e7, "--clip", 0, "--save-every", 2, "--steps", 20)
     greedy = ["sample", "--prompt", "the ", "--temperature", 0]
     ask("greedy", *greedy, "--max-new-tokens", 30)
@@ -275,6 +276,17 @@ def test_a_run_can_be_resumed_in_another_dtype(done, tmp_path, dtype, other):
     assert ran.code == 0 and ran.err == "", ran
     assert state(tmp_path / "out")["step"] == 34
     assert bool(state(tmp_path / "out")["scaler"]) == (other == "float16")
+
+
+def test_a_resumed_run_continues_with_the_scale_of_float16(done, tmp_path):
+    shutil.copytree(done("float16")[1], tmp_path / "out")
+    saved = state(tmp_path / "out")
+    saved["scaler"]["scale"] = 1024.0
+    checkpoints(tmp_path / "out")[-1].unlink()
+    ckpt.save(str(tmp_path / "out"), saved, saved["step"])
+    ran = run("--out", tmp_path / "out", "--steps", 34)
+    assert ran.code == 0 and "steps 31 to 34" in ran.out, ran
+    assert state(tmp_path / "out")["scaler"]["scale"] == 1024.0
 
 
 def test_lines_that_a_crash_garbled_in_the_metrics_are_dropped(undisturbed, tmp_path):
@@ -472,7 +484,7 @@ def test_a_very_long_run_has_a_line_for_each_step():
     assert program_module.format_record(record, 10**17, 1e17).startswith("step 1/1")
 
 
-def test_without_validation_all_of_the_data_is_trained_on(done):
+def test_without_validation_all_of_the_data_is_trained_on_once_by_default(done):
     ran, out = done("no validation")
     assert ran.code == 0 and "no validation" in ran.out, ran
     assert evaluations(out) == {}
@@ -567,6 +579,39 @@ def test_a_run_that_diverges_stops_with_one_line_and_keeps_the_last_good_checkpo
     assert all(tensor.isfinite().all() for tensor in state(out)["model"].values())
 
 
+SAVE_SLOWLY_AND_DIVERGE = f"""
+import sys, time
+from itertools import count
+sys.path.insert(0, {str(ROOT)!r})
+import ckpt, gpt, run
+
+loss, save, calls = gpt.loss, ckpt.save, count(1)
+
+def diverging(model, batch):
+    loss_sum, tokens = loss(model, batch)
+    if (call := next(calls)) > 7:
+        print("call", call)  # not flushed
+    return loss_sum * (float("nan") if call > 7 else 1), tokens
+
+def slow(*args, **more):
+    time.sleep(2)  # longer than the steps 8 to 12
+    return save(*args, **more)
+
+gpt.loss, ckpt.save = diverging, slow
+run.main()
+"""
+
+
+def test_a_run_that_diverges_first_completes_the_save_that_is_running(text, tmp_path):
+    (tmp_path / "program.py").write_text(SAVE_SLOWLY_AND_DIVERGE)
+    launcher = [sys.executable, str(tmp_path / "program.py")]
+    flags = [*TINY, "--data", text, "--save-every", 7, "--out", tmp_path / "out"]
+    ran = run(*flags, launcher=launcher)
+    assert ran.code == 1 and "not finite 5 times in a row, up to step 12" in ran.err, ran
+    assert state(tmp_path / "out")["step"] == 7
+    assert "call 12\n" in ran.out
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_matrices_and_embeddings_are_decayed_but_not_biases_and_norms(optimizer):
     model = gpt.build(gpt.Config(5, 4, 2, 2, 8, arch="gpt2"), seed=0)
@@ -651,10 +696,13 @@ def test_a_greedy_sample_begins_with_the_prompt_and_is_reproducible(done):
     assert again.out.startswith(greedy.out[:-1])
 
 
-def test_sample_and_eval_take_the_folder_of_the_training_from_the_environment(tmp_path):
+def test_sample_and_eval_take_the_folder_and_the_device_from_the_environment(undisturbed, tmp_path):
+    missing = "mps" if sys.platform == "linux" else "cuda"
     for command in ("sample", "eval"):
         ran = run(command, env={"DDPKIT_OUT": f"{tmp_path}/mine"})
         assert ran.code == 2 and f"{tmp_path}/mine: there is no checkpoint" in ran.err, ran
+        ran = run(command, "--out", undisturbed(1), env={"DDPKIT_DEVICE": missing})
+        assert_one_line(ran, f"device '{missing}' is not available")
 
 
 def test_a_sample_depends_only_on_its_seed(undisturbed):
