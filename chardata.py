@@ -5,7 +5,7 @@
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
     verify_unchanged(corpus)
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        # count: number of targets in the global batch. A rank without a window gets 0: see steps.
+        # count: number of targets in the global batch; 0 on a rank without data: see steps.
         weight = 1 / count if count else 0
         for x, y in micro_batches:
             (weight * loss_sum(model, x, y)).backward()
@@ -79,8 +79,8 @@ class BatchPlan(NamedTuple):
 def list_files(data: str) -> list[str]:
     """Return the names of the files that match a path or a glob pattern, sorted.
 
-    "**" means folders at any depth. Raises FileNotFoundError if no file matches, and OSError for a
-    folder.
+    "**" means folders at any depth, as in "data/**/*.txt". Raises FileNotFoundError if no file
+    matches, and OSError if a folder matches.
     """
     names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
@@ -211,7 +211,8 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
     The hash also depends on the type and the length of each array, but not on the names of files.
-    Of a large array, only 16 blocks are read: a change between them is not noticed.
+    Of an array above 16 MiB, only 16 blocks are read: a change between them is not noticed. If
+    there are many arrays, the blocks are smaller, so this also holds for smaller arrays.
     """
     # Up to 4,096 arrays, this reads at most 256 MiB.
     block = MIB
@@ -258,10 +259,10 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
     if kind == "byte":
         return np.frombuffer(text.encode(), np.uint8)
     if kind == "ids":
-        numbers = list(map(int, text.split()))
-        if wrong := [number for number in numbers if not 0 <= number < 2**32]:
-            raise ValueError(f"{wrong[0]} is not a token id; ids are from 0 to {2**32 - 1}")
-        return np.array(numbers, np.uint32)
+        words = text.split()
+        if wrong := [word for word in words if not word.isdecimal() or int(word) >= 2**32]:
+            raise ValueError(f"{wrong[0]!r} is not a token id; ids are from 0 to {2**32 - 1}")
+        return np.array(words, np.uint32)
     if unknown := set(characters([text])) - set(chars):
         at = min(map(text.index, unknown))
         raise ValueError(f"character {text[at]!r} at {at} is not one of the {len(chars)} in chars")
@@ -311,7 +312,8 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The - 1 leaves room for the offset: see steps. Raises ValueError if n <= block_size.
+    The - 1 leaves room for the random start of each epoch: see steps. Raises ValueError if
+    n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
@@ -360,10 +362,10 @@ def steps(
     n = num_tokens(tokens)
     epoch_windows = num_windows(n, block_size)
     size = block_size + 1
-    # Row p of a view is the window at position p. An array that is too short for a window stands
-    # in this list only to keep the numbering.
+    # Row p of a view is the window at position p. An array that is too short for a window is
+    # in this list only so that views[k] belongs to tokens[k].
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
-    # To save calls of numpy, read `ahead` steps at once, about 2**18 tokens.
+    # To save calls of numpy, read `ahead` steps at once, about 2**18 tokens of this rank.
     ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))

@@ -1,4 +1,4 @@
-"""Write the state of a training to a durable file and read it back, for almost any model.
+"""Write the state of a training run to a durable file and read it back.
 
     found = None
     if rank == 0:    # once, before the first save
@@ -8,7 +8,7 @@
         for name in rejected:
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
-    step = [found.entry.step if found else 0]    # right on rank 0 only, as found.state["note"] is
+    step = [found.entry.step if found else 0]    # correct on rank 0 only, like found.state["note"]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(step)
     ...
@@ -16,7 +16,7 @@
     if rank == 0:
         save("out", state, step=400, loss=1.8812, keep=3)
 
-Every rank must call snapshot() and restore_(). One rank alone can call the other functions, also in
+Every rank must call snapshot() and restore_(). One rank alone may call the other functions, also in
 a thread. To save while the training continues, use one ThreadPoolExecutor(1) for all saves. Call
 result() of each future: it raises the error of the save. Functions that use files raise OSError if
 the file system fails.
@@ -107,9 +107,9 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             for optimizer in optimizers
         ],
     }
-    # cpu_offload does not copy tensors that are on the CPU: these are still those of the training,
-    # and `live` has their addresses. The others are copies. deepcopy does not copy what is in its
-    # memo, so the copies go there.
+    # cpu_offload does not copy tensors that are on the CPU, so `state` can contain tensors that the
+    # training changes. `live` has the addresses of these. All other tensors are copies already.
+    # They go into the memo of deepcopy, so that it does not copy them again.
     used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # the local part of a DTensor
@@ -136,14 +136,15 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     nothing changes.
 
     The optimizers get their saved state of each parameter, such as Adam's exp_avg. If `state` has
-    no "optimizers", this is deleted. Settings, such as the learning rate, stay as they are now.
-    Gradients of the optimizers' parameters are deleted. `state` is not changed, and shares no
-    memory with the model and the optimizers. Do not use this for SparseAdam, LBFGS, or an optimizer
-    with state in its param_groups, such as Prodigy. With FSDP, no module may have two names.
+    no "optimizers", the optimizers lose their present state. Settings, such as the learning rate,
+    stay as they are now. Gradients of the optimizers' parameters are deleted. `state` is not
+    changed, and shares no memory with the model and the optimizers. Do not use this for SparseAdam,
+    LBFGS, or an optimizer with state in its param_groups, such as Prodigy. With FSDP, no module may
+    have two names.
 
     ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
-    and the state of the optimizers may be deleted. (Exception: each optimizer does a step with zero
-    gradients and learning rate 0, to get its initial state. Adam with eps=0 changes weights then.)
+    and the state of the optimizers may be deleted. (Adam with eps=0 also changes weights, because
+    each optimizer does a step with zero gradients and learning rate 0 to get its initial state.)
     """
     in_group = dist.is_initialized()
     if in_group:
@@ -239,16 +240,20 @@ def _flatten(values: State) -> State:
 def check_same(theirs: State, ours: State, where: str = "") -> None:
     """Raise ValueError unless both state dicts have the same names, shapes and dtypes.
 
-    theirs: of a checkpoint. where: the beginning of the message.
+    theirs: from a checkpoint. where: the beginning of the message. The value of get_extra_state()
+    of a module may have any type and shape, because these can change during a training.
     """
     for name in [*ours, *theirs]:
-        a, b = (_kind(values.get(name)) for values in (theirs, ours))
+        a, b = (_kind(name, values) for values in (theirs, ours))
         if a != b:
             raise ValueError(f"{where}{name} is {a} in the checkpoint, {b} here")
 
 
-def _kind(value: Any) -> str:
-    """Describe a value in an error."""
+def _kind(name: str, values: State) -> str:
+    """Describe the value of `name` in an error."""
+    value = values.get(name)
+    if name in values and name.endswith("_extra_state"):
+        return "present"
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}"
     return "missing" if value is None else f"a {type(value).__name__}"
@@ -264,10 +269,10 @@ def save(
 
     state: what snapshot() returned on rank 0. loss: the validation loss. keep: if given,
     prune(folder, keep) follows. If the folder has checkpoints with higher steps, prune() can delete
-    the new one at once, also if those are damaged but not yet set aside.
+    the new one at once. Damaged checkpoints count too, until set_aside().
 
-    ValueError if load() would refuse the file, for example because of NaN. After an error in
-    writing, the earlier checkpoints are untouched.
+    ValueError if load() would refuse the file, for example because of NaN, or if keep < 1. After
+    an error in writing, the earlier checkpoints are untouched.
     """
     _check_state(state)
     handled = sys.exception()  # the error that the caller is handling
@@ -303,7 +308,9 @@ def load(folder: str, entry: Entry) -> State:
         raise OSError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] != entry.digest:
         raise ValueError("damaged: the content does not match the digest in the name")
-    state: State = _read_state(path, "cpu")
+    # Not in save(), which may run in a thread: catch_warnings changes the filters of all threads.
+    with warnings.catch_warnings(action="ignore"):
+        state: State = _read_state(path, "cpu")
     _check_state(state)
     return state
 
@@ -311,8 +318,7 @@ def load(folder: str, entry: Entry) -> State:
 def _read_state(path: str | Path, device: str) -> Any:
     """Read a file that torch.save wrote. ValueError if it did not."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            return torch.load(path, map_location=device, weights_only=True)
+        return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
         # torch.load raises EINVAL for some truncated files.
         disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
@@ -373,9 +379,9 @@ def newest(
     """Return the newest checkpoint that load() accepts, and {name: reason} of each newer one.
 
     If load() raises ValueError or OSError, the checkpoint is rejected, and the next lower step is
-    tried. Call set_aside() for each rejected checkpoint (this only renames it): otherwise prune()
-    counts it as one to keep, and deletes a good one. PermissionError, and all other errors of
-    load(), are passed on.
+    tried. Call set_aside() for each rejected checkpoint (this only renames it). Otherwise prune()
+    keeps the rejected checkpoint and deletes a good one in its place. PermissionError, and all
+    other errors of load(), are passed on.
 
     (None, {}) if there are no checkpoints. ValueError if all are rejected. extras/ pass their own
     functions as `load` and `list_checkpoints`.
@@ -402,16 +408,21 @@ def newest(
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """Return the entries that prune() removes. `entries` must be in the order of steps.
 
-    If several share the lowest loss, the one with the highest step counts as the best.
+    If several share the lowest loss, the one with the highest step counts as the best. Names have
+    four decimals of the loss. ValueError if keep < 1.
     """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
     rated = [entry for entry in entries if entry.loss is not None]
     best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
-    older = entries[: -keep or None]  # [:-0] would be empty
-    return [entry for entry in older if entry != best]
+    return [entry for entry in entries[:-keep] if entry != best]
 
 
 def prune(folder: str, keep: int) -> None:
-    """remove() checkpoints, except the `keep` highest steps and the one with the lowest loss."""
+    """Call remove() for each checkpoint that superseded() returns.
+
+    So the `keep` highest steps and the checkpoint with the lowest loss remain.
+    """
     for entry in superseded(list_checkpoints(folder), keep):
         remove(folder, entry.name)
 

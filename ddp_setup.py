@@ -12,8 +12,7 @@
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
 the processes that `spawn` starts. A rank is one of the processes that train together. If a rank
 fails, the others fail too, because they lose their connection to it. But only one of them prints
-an error: the ranks share a key-value store, and the first rank that fails notes there that it
-reports.
+an error. To agree which one, they use a key-value store that all ranks share.
 """
 
 import ctypes
@@ -103,26 +102,26 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
 
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
         of a machine gets GPU i. On a CPU, the ranks of a machine share its CPUs: this sets torch's
-        number of threads, except for the only rank of a machine with OMP_NUM_THREADS. The backend
-        is NCCL for CUDA, else gloo.
+        number of threads, unless the machine has only one rank and OMP_NUM_THREADS is set. The
+        backend is NCCL for CUDA, else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
-        code 1, without an exception. One such rank prints, for every rank, the line where its
-        program is. Use wait_together for work that may take longer. While a rank runs
+        code 1, without an exception. One such rank prints the current program line of
+        every rank. Use wait_together for work that may take longer. While a rank runs
         torch.compile, or if the network is down, the others wait up to twice the timeout. Waiting
         in torch.distributed.new_group, recv or monitored_barrier is not covered.
 
-    ValueError if the launch variables are wrong or the device is not available. ConnectionError if
-    the ranks cannot connect within the timeout. Each rank raises these two errors itself.
+    ValueError if the launch variables are wrong. ConnectionError if the ranks cannot connect within
+    the timeout. Each rank raises these two errors itself.
 
-    If a rank is killed, or if an exception (a subclass of Exception) leaves the block, all ranks
-    end:
+    If a rank is killed, if its device is not available (ValueError), or if an exception (a subclass
+    of Exception) leaves the block, all ranks end:
     - The rank that failed first raises its own exception.
     - If a rank was killed or lost, another rank raises ConnectionError, which names the ranks that
       did not answer. Under spawn, the parent process reports the lost rank instead. If the store is
-      lost too, as with rank 0 of most launchers, each rank raises ConnectionError.
+      lost too, each rank raises ConnectionError. With most launchers, rank 0 holds the store.
     - If all ranks failed in torch.distributed, one of them raises torch's own exception.
     - All other ranks raise SystemExit in place of their exception. Python prints nothing for it.
-      The exit code is the attribute `exit_code` of the exception that it replaces, else 1.
+      The exit code is the attribute `exit_code` of the replaced exception, else 1.
     But with NCCL, a rank that waits in a collective raises nothing: it ends at the timeout with
     exit code 1, or torch ends it with SIGABRT.
 
@@ -279,7 +278,7 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 
 
 def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
-    """Return if the caller must raise `error`. Otherwise, raise the exception that replaces it."""
+    """Return normally if the caller must raise `error`. Otherwise, raise its replacement."""
     # torch.distributed raises DistError. gloo raises a bare RuntimeError with one of these texts.
     texts = "/gloo/|Application timeout caused pair closure"
     from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
@@ -315,8 +314,8 @@ def _watch_ranks(
 ) -> None:
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
-    This runs in a thread of each rank. It cannot raise an exception in the thread `main`, which
-    called process_group, because that waits in a collective.
+    This runs in a thread of each rank. The thread `main`, which called process_group, waits in a
+    collective, so no exception can be raised there.
 
     An interval is 1/20 of the timeout. In each interval, each rank adds 1 to the same counter in
     the store. So this counter serves as a clock. The rank also stores the new count and the line
@@ -352,7 +351,7 @@ def _watch_ranks(
             waiting = not all(entry["retired"] for entry in entries)
         waiting = waiting or not joined.is_set()
         count = 0
-        with suppress(dist.DistError):  # The store is gone if it was that of rank 0.
+        with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.
             count = store.add("counter", 1)
             store.set(keys[env.rank], json.dumps([count, next(program, "a library")]))
             numbers.append((store.add("compiled", compiles), 0))  # changes if a rank compiles
@@ -397,8 +396,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
 
     All ranks must call this function, with the same architecture. All get the weights of rank 0. A
     wrapped model has the original one as its attribute `module`. Existing gradients may be lost.
-    Gradient hooks of parameters are called once, with zeros. If a hook takes an optimizer step,
-    register it after this call.
+    This function calls the gradient hooks of parameters once, with zeros. If a hook takes an
+    optimizer step, register it after this call.
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
     For BatchNorm statistics over all ranks, see torch.nn.SyncBatchNorm.
@@ -439,8 +438,9 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function. If some calls raise ValueError or OSError, all ranks raise
-    the error of the lowest of these ranks. If none does, another exception is raised only on its
-    own rank.
+    the error of the lowest of these ranks. If pickle cannot copy it, the other ranks raise a plain
+    ValueError or OSError with its message. Otherwise, an exception of another type is raised only
+    on its own rank.
 
     Use it for slow work, such as reading large files: here the timeout of process_group does not
     apply. If a call hangs, all ranks wait.
@@ -455,10 +455,16 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     while any_rank(not future.done(), world):
         futures.wait([future], timeout=0.1)
     own = future.exception()
+    shared = own if isinstance(own, (ValueError, OSError)) else None
+    try:
+        pickle.loads(pickle.dumps(shared))
+    except Exception:  # for example with urllib's HTTPError
+        shared = (ValueError if isinstance(own, ValueError) else OSError)(f"{own}")
     errors: list[Any] = [None] * world.size
-    dist.all_gather_object(errors, own if isinstance(own, (ValueError, OSError)) else None)
-    for error in filter(None, errors):
-        raise error
+    dist.all_gather_object(errors, shared)
+    first = next((rank for rank, error in enumerate(errors) if error), world.rank)
+    if first != world.rank:
+        raise errors[first]
     return future.result()
 
 
@@ -524,9 +530,9 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
-    Each process is a rank and must use process_group. Until it uses stop_signals, these signals are
-    blocked in it and in the processes that it starts. `fn` must be at the top level of a module,
-    and `args` must be picklable. The script needs `if __name__ == "__main__":`.
+    Each process is a rank and must use process_group. Until it uses stop_signals, SIGTERM, SIGINT
+    and SIGUSR1 are blocked in it and in the processes that it starts. `fn` must be at the top level
+    of a module, and `args` must be picklable. The script needs `if __name__ == "__main__":`.
 
     If a rank ends with another code than 0, the others get 4 seconds to end and are then killed.
     After a stop signal, this process sends SIGTERM to all ranks and continues to wait. A second
@@ -537,12 +543,14 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 
     The first of these rules that applies decides the result:
     - If all ranks end with the same exit code (not by a signal), it is returned.
-    - If the rank that failed first ended with 130, as after Ctrl-C, 130 is returned.
-    - If a rank has reported an error through process_group, the code of the rank that failed first
-      is returned, or 1 if a signal killed it.
+    - If the rank that ended first with an error ended with 130, as after Ctrl-C, 130 is returned.
+    - If a rank has reported an error through process_group, the code of the rank that ended first
+      with an error is returned, or 1 if a signal killed it.
     - Otherwise, ChildProcessError is raised. Its message names the rank that failed or did not end.
-    ValueError on Windows, and if `fn` or `args` are from a notebook.
+    ValueError if size < 1, on Windows, and if `fn` or `args` are from a notebook.
     """
+    if size < 1:
+        raise ValueError(f"size is {size}; spawn needs at least 1 process")
     in_notebook = not hasattr(sys.modules["__main__"], "__file__")
     if in_notebook and b"__main__" in pickle.dumps((fn, args)):
         raise ValueError(
@@ -611,7 +619,10 @@ def _wait_for_ranks(
 def _run_rank(
     rank: int, parent: int, port: int, size: int, fn: Callable[..., None], *args: Any
 ) -> None:
-    """Run fn(*args) with the variables that torchrun would set, and print its exception."""
+    """Run fn(*args) with the variables that torchrun would set, and print its exception.
+
+    The exit code after an exception is its attribute `exit_code`, else 1, as in process_group.
+    """
     _die_with_parent(parent)
     os.environ.update(
         RANK=f"{rank}",
@@ -627,9 +638,9 @@ def _run_rank(
         fn(*args)
     except KeyboardInterrupt:  # torch would exit with 0.
         sys.exit(130)
-    except Exception:
+    except Exception as error:
         print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(getattr(error, "exit_code", 1))
 
 
 def _die_with_parent(parent: int) -> None:

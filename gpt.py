@@ -34,7 +34,7 @@ class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
 
     vocab: int
-    block_size: int  # context length in tokens: the maximum for gpt2, and for `sample`
+    block_size: int  # tokens of context; gpt2 and `sample` cannot use a longer one
     layers: int
     heads: int
     embd: int  # width of the residual stream
@@ -73,7 +73,7 @@ def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D / 2) of x (..., T, D) by the angles of rope, (2, T, D / 2)."""
+    """Rotate each pair (i, i + D / 2) of x (..., T, D). cos_sin: from rope, (2, T, D / 2)."""
     cos, sin = cos_sin
     a, b = x.chunk(2, -1)
     return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
@@ -239,12 +239,12 @@ def build(
     seed: None leaves the parameters on the device "meta". initial_weight can compute their values.
     checkpoint_activations: in training, compute each block again in the backward pass. This saves
         memory.
-    cross_entropy: computes the loss. That of extras/cross_entropy.py saves memory.
+    cross_entropy: computes the loss. The function in extras/cross_entropy.py saves memory.
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
-    vocab_to_embd = config[:5]
-    if min(vocab_to_embd) < 1 or not 0 <= config.dropout < 1:
+    sizes = config[:5]
+    if min(sizes) < 1 or not 0 <= config.dropout < 1:
         raise ValueError(f"{config}: sizes must be at least 1, and dropout from 0 to below 1")
     if config.embd % config.heads:
         raise ValueError(f"embd {config.embd} is not divisible by heads {config.heads}")
@@ -298,8 +298,8 @@ def compile_(model: GPT) -> None:
     it would be compiled again for each length.
     """
     config = torch._dynamo.config
-    # By default, torch compiles for 8 shapes and runs others uncompiled. These round differently,
-    # so the result would depend on which shapes came first.
+    # By default, torch compiles for 8 shapes and runs others uncompiled. Compiled and uncompiled
+    # code rounds differently, so the result would depend on which shapes came first.
     config.recompile_limit = max(64, config.recompile_limit)
     # Under DistributedDataParallel, torch would cut large graphs into pieces.
     config.optimize_ddp = False
@@ -342,16 +342,18 @@ def sample(
     prompt: (B, T) int64, or (T,). A long one is first cut to its last block_size tokens.
     temperature, top_k: see sample_token.
     Yields the next token of each prompt, (B,) int64, on the device of the model. B is 1 for (T,).
-    torch's global generator is used. ValueError, at the first next(), in training mode
-    or for an empty prompt.
+    torch's global generator is used. ValueError, at the first next(), in training mode, for an
+    empty prompt, and for a negative temperature or top_k.
 
-    Whenever the context is longer than block_size, it is cut to its last ceil(block_size / 2)
-    tokens.
+    When a new token makes the context longer than block_size, the context is cut to its last
+    ceil(block_size / 2) tokens.
     """
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before")
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")
+    if min(temperature, top_k) < 0:
+        raise ValueError(f"temperature {temperature} and top_k {top_k} must be at least 0")
     config, weight, start = model.config, model.embedding.weight, 0
     context = torch.atleast_2d(prompt)[:, -config.block_size :].to(weight.device)
     caches = weight.new_zeros(
@@ -375,7 +377,7 @@ def sample(
 def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     """Draw one token from each row of logits (B, V). Return (B,) int64.
 
-    temperature: divides the logits, at least 0. 0 returns the most likely token.
+    temperature: the logits are divided by it. 0 returns the most likely token.
     top_k: draw only from the top_k most likely tokens, and from others that are exactly as likely
         as the last of these. 0 means all.
     """

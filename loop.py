@@ -54,7 +54,7 @@ class Report:
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient, before clipping
     count: Tensor  # count of the global batch
-    skipped: Tensor  # number of steps since `start` whose loss or gradient was not finite
+    skipped: Tensor  # steps since train_ began whose loss or gradient was not finite
     stop: bool  # some rank's stop() was true (on CUDA: in the step before)
 
 
@@ -86,7 +86,8 @@ def train_(
     model.train() at the start.
 
     start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
-        only when `steps` ends. A caller that uses break must not call it for a finished run.
+        only when `steps` ends. If you leave the loop with break, do not call train_ for a finished
+        run: it would do one more step.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
         the global batch, or 0 on a rank that has no data left. Such a rank passes any earlier
         micro-batch, which is not part of the global batch. It gets the weight 0, so its loss and
@@ -96,32 +97,34 @@ def train_(
     loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
     lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
         becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
-        None, train_ leaves "lr" to the caller, for example to a torch scheduler. To resume with
-        one, create it, load its state, and then copy its get_last_lr() into each "lr", because its
-        creation has changed them. OneCycleLR and CyclicLR also change the momentum, unless
+        None, train_ leaves "lr" to the caller, for example to a torch scheduler. To resume with a
+        scheduler, create it (this changes each "lr"), load its state, and then copy its
+        get_last_lr() into each "lr". OneCycleLR and CyclicLR also change the momentum, unless
         cycle_momentum is False: copy it too.
     clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
     seed: each step seeds torch's random generators from (seed, step, rank), so dropout is the same
-        in a resumed run. `seed` does not affect the shuffling of a DataLoader.
+        in a resumed run. After the step, the generators are as before, so `seed` does not affect
+        the shuffling of a DataLoader.
     stop: is called once per step. If it returns true on any rank, report.stop is true on all.
-    patience: train_ raises Diverged after this number of bad steps in a row. In a bad step, the
-        loss or the gradient norm is not finite. With float16, an overflow makes it so. A bad step
-        changes no weight and no optimizer state on any rank. But it changes buffers: BatchNorm
-        statistics can become NaN.
+    patience: train_ raises Diverged after this number of bad steps in a row, at least 1. In a bad
+        step, the loss or the gradient norm is not finite, for example after an overflow in float16.
+        A bad step changes no weight and no optimizer state on any rank. But it changes buffers:
+        BatchNorm statistics can become NaN.
     sync_each: False: only the last backward pass of a step synchronises gradients. With several
         ranks, the model then needs a method no_sync, as DDP has it. True: each backward pass
         synchronises. All ranks then need the same number of micro-batches in a step: see pad_steps
         in extras/fsdp.py. train_ then does not check that the model is wrapped.
 
-    ValueError: the declared count is not what loss_fn counted. Or the gradient norm of the step
-    before was not the same on all ranks, because loss_fn does not use the model that it is given.
-    In both cases, discard the model, because its update was wrong. If an error is raised on some
-    ranks only, the others wait in a collective until the processes of these ranks end, or until the
-    timeout of the process group.
+    ValueError: the declared count is not what loss_fn counted. Or the gradient norm was not the
+    same on all ranks, because loss_fn does not use the model that it is given. Each step checks the
+    norm of the step before, so the norm of the last step is not checked. In both cases, discard the
+    model, because its update was wrong. If an error is raised on some ranks only, the others wait
+    in a collective until the processes of these ranks end, or until the timeout of the process
+    group.
 
-    On CUDA, report.stop, Diverged and this ValueError come one step late. A request to stop in the
+    On CUDA, report.stop, Diverged and this ValueError come one step later. A request to stop in the
     last step is not reported. Errors of the last step are raised when `steps` ends, so a caller
     that uses break does not get them. An optimizer without fused=True makes the host wait in each
     step.
@@ -137,8 +140,8 @@ def train_(
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = norm = torch.zeros((), device=device)
     # One function per step that is not yet checked. It checks the count, the requests to stop and
-    # the bad steps. On CUDA, each step calls the function of the step before, and the first step
-    # one that does nothing.
+    # the bad steps. On CUDA, each step calls the function of the step before. The first step
+    # calls a function that does nothing.
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
@@ -151,7 +154,7 @@ def train_(
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _seed(device, seed, step, rank)
             sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), norm, no_sync)
-            # Other hardware on some ranks rounds differently. NaN and inf give False.
+            # Not exactly equal: different hardware rounds differently. NaN and inf give False.
             differ = (sums[3] / world_size - norm).abs() > 1e-3 * norm
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
@@ -238,6 +241,7 @@ def _backward_(
             scaler.scale(loss_sum * weight).backward()
     wait()
     # DDP raises RuntimeError here, before the update, if it has synchronised only some gradients.
+    # For other models, bool() is called, which does nothing.
     getattr(model, "_check_reducer_finalized", bool)()
     return sums
 
@@ -287,13 +291,14 @@ def evaluate(
 ) -> float | None:
     """Return the exact mean loss over the batches of all ranks, on every rank.
 
-    All ranks must call it. Their numbers of batches may differ or be 0. With FSDP2 they must be
-    equal: see pad_batches in extras/fsdp.py.
-    stop: is called once per batch, also on a rank that has none left while others have. If it
-        returns true on any rank, all ranks return None. (On CUDA, the last call has no effect.)
+    It is NaN if no rank has a batch. All ranks must call this function. Their numbers of batches
+    may differ or be 0. With FSDP2 they must be equal: see pad_batches in extras/fsdp.py.
+    stop: is called before each batch and once at the end, also on a rank that has no batch left
+        while others have. If it returns true on any rank, all ranks return None. (On CUDA, the last
+        call has no effect.)
 
-    It runs the model in evaluation mode and restores the earlier modes. With DDP, rank 0 first
-    sends its buffers to all ranks, unless broadcast_buffers is False.
+    evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, rank 0
+    first sends its buffers to all ranks, unless broadcast_buffers is False.
     """
     replica = getattr(model, "_orig_mod", model)  # torch.compile keeps the model there
     if isinstance(replica, nn.parallel.DistributedDataParallel):
@@ -308,14 +313,15 @@ def evaluate(
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
     no_batch = object()
-    # On CUDA, flags are read one round late. The first read gives these: one rank has a batch, none
-    # stops.
+    # On CUDA, flags are read one round late. The first read returns these: one rank has a batch, no
+    # rank stops.
     unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. train_ sums 4 and
-            # group_batches 2 numbers. These are 5, so that gloo does not add them to the others if
-            # some ranks evaluate while others train. Such ranks fail, or wait until the timeout.
+            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. By mistake, some
+            # ranks may evaluate while others train. Then gloo must not add these flags to the sums
+            # of train_. So the sizes differ: 4 in train_, 2 in group_batches, 5 here. Such ranks
+            # fail, or wait until the timeout.
             flags = sums.new_zeros(5)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -391,7 +397,10 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
 
 
 def to_host(values: Tensor) -> Reader:
-    """Start to copy a tensor (N,) to the host; return a function that waits and returns a list."""
+    """Start to copy a tensor (N,) to the host; return a function that waits and returns a list.
+
+    Do not change the tensor in place before that.
+    """
     if not values.is_cuda:
         return values.tolist
     host = values.to("cpu", non_blocking=True)  # torch puts this into pinned memory
@@ -421,7 +430,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
     """Return the factor for the learning rate in a step: linear warm-up, then linear decay.
 
-    step: from 0 on. The last step is total - 1. If total > warmup_steps, the factor would be
+    step: from 0 on. The last step is total - 1. If total > warmup_steps, the factor is
         `floor` at step == total.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))

@@ -58,7 +58,7 @@ def lazy_import(name: str) -> ModuleType:
 
 
 def extra(name: str) -> ModuleType:
-    """Import extras/NAME.py. FileNotFoundError: it, or a module that it needs, is missing."""
+    """Import extras/NAME.py. FileNotFoundError: this file, or a module it imports, is missing."""
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
@@ -78,7 +78,7 @@ else:
     ddp_setup, torch, chardata, gpt, loop, ckpt = map(lazy_import, names.split())
 
 __version__ = "0.2.0"
-DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError
+DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is Ctrl-C
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 CLEAR_LINE = "\033[G\033[K"  # clears the line of show_progress in a terminal
@@ -88,6 +88,7 @@ CLEAR_LINE = "\033[G\033[K"  # clears the line of show_progress in a terminal
 
 COUNT, FROM_ZERO = click.IntRange(1), click.IntRange(0)
 POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
+SECONDS = click.FloatRange(0, 1e9, min_open=True)  # Python cannot wait much longer
 FRACTION, SEED = click.FloatRange(0, 1, max_open=True), click.IntRange(0, 2**63 - 1)
 PATH, DEVICES = click.Path(), ["auto", "cpu", "cuda", "mps"]
 
@@ -163,7 +164,7 @@ class Flags:
     checkpoint_activations: bool = option(
         False, "Compute blocks again in the backward pass: less memory."
     )
-    timeout: float = option(600.0, "Seconds to wait for another rank, or for a save.", POSITIVE)
+    timeout: float = option(600.0, "Seconds to wait for another rank, or for a save.", SECONDS)
     out: str = option("out", "Folder or URL for checkpoints and metrics.", PATH)
     eval_every: int = option(100, "Steps between evaluations.", COUNT)
     eval_tokens: int = option(131072, "Validation tokens in an evaluation; 0 means all.", FROM_ZERO)
@@ -200,9 +201,10 @@ def train(flags: Flags, given: set[str]) -> int:
         usage_errors(),  # errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # makes errors of the body UsageErrors; process_group reads their exit_code
+        usage_errors(),  # errors of the body; process_group reads the exit_code of a UsageError
     ):
-        rank0 = world.rank == 0  # Only rank 0 prints, and writes what is not a sharded checkpoint.
+        # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
+        rank0 = world.rank == 0
         # Ranks with different flags would train different runs. Only paths may differ: load_data
         # compares the data.
         shared = given - {"data", "out", "init_from", "tokenizer"}
@@ -322,7 +324,7 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # The latest save and its deadline. Until there is a save, this is a call that does nothing.
+        # writing: the latest save and its deadline. At first, a call that does nothing.
         pool = ThreadPoolExecutor(1)
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
@@ -333,8 +335,8 @@ def train(flags: Flags, given: set[str]) -> int:
 
         gc.freeze()  # Never collect what exists now. main() disabled garbage collection.
         gc.enable()
-        # Tokens and time at the last record. logged_at is moved forward by the duration of
-        # evaluations and saves, so that tokens_per_s leaves them out.
+        # Tokens and time at the last record. The duration of evaluations and saves is added to
+        # logged_at, so that tokens_per_s leaves them out.
         logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
         try:
             for step, report in training:
@@ -359,8 +361,8 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     log(record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite changes no weight. A checkpoint of it
-                # would be a copy of the one before, and --keep would delete an older one for it.
+                # A step whose loss or gradient is not finite changes no weight. If such steps
+                # repeat, their checkpoints would be equal, and --keep would delete older ones.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # If an evaluation or a save follows, float() or isfinite() above has waited for the
                 # device on rank 0. So the time of the pause contains no training.
@@ -783,7 +785,7 @@ def sample(
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
-    # The loop generates all texts together. It prints the first one at once, the others after it.
+    # The loop generates all texts together. It prints the first while it grows, then the others.
     for row, batches in enumerate(tee(generated, num_samples if world.rank == 0 else 0)):
         if row:
             click.echo("-" * 20)

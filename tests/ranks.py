@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,28 @@ def spawn(name: str, *args: str) -> int:
         return 1
 
 
+class BadRecord(OSError):
+    """An error that pickle cannot copy, because it would call BadRecord("FILE, line N")."""
+
+    def __init__(self, file: str, line: int) -> None:
+        super().__init__(f"{file}, line {line}")
+
+
+def read_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise BadRecord("file", 7)
+
+
+def fail_on_rank_1_with_an_exit_code() -> None:
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        dist.barrier()
+        if world.rank == 1:
+            error = RuntimeError("the cause")
+            error.exit_code = 7
+            raise error
+        dist.barrier()
+
+
 def agree_and_fail(folder: str, failing: str, error: str = "the cause") -> None:
     """Write down what this rank gets from the functions of ddp_setup. Then the ranks in `failing` raise an error."""
     calls = []
@@ -53,6 +77,11 @@ def agree_and_fail(folder: str, failing: str, error: str = "the cause") -> None:
             ddp_setup.wait_together(lambda: [1][world.rank] and open("no/such file"), world)
         except (OSError, IndexError) as wrong:
             text += f", {type(wrong).__name__}"
+        try:
+            ddp_setup.wait_together(partial(read_on_rank_1, world.rank), world)
+        except OSError as wrong:
+            [*_, last] = traceback.extract_tb(wrong.__traceback__)
+            text += f", {type(wrong).__name__}({wrong}) in {last.name}"
         flags = [
             ddp_setup.any_rank(flag, world)
             for flag in (world.rank == 1, world.rank == 0, True, False)

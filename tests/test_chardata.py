@@ -538,9 +538,9 @@ def test_the_lowest_and_the_highest_number_are_ids():
     assert chardata.encode("0 4294967295", "ids", "").tolist() == [0, 2**32 - 1]
 
 
-@pytest.mark.parametrize("text", ["1 -1", "4294967296"])
+@pytest.mark.parametrize("text", ["1 -1", "4294967296", "0 1.0", "the"])
 def test_a_number_that_is_not_an_id_is_a_value_error(text):
-    with pytest.raises(ValueError, match=f"{text.split()[-1]} is not a token id"):
+    with pytest.raises(ValueError, match=f"'{text.split()[-1]}' is not a token id"):
         chardata.encode(text, "ids", "")
 
 

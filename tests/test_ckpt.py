@@ -692,6 +692,31 @@ def test_check_same_names_the_difference(name, change, message):
         ckpt.check_same(state["model"], model.state_dict())
 
 
+class WithExtraState(nn.Module):
+    """A module with a value that is no tensor until it is first used."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.weight, self.extra = nn.Parameter(torch.ones(2)), extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, extra):
+        self.extra = extra
+
+
+@pytest.mark.parametrize("extra", [{"seen": 3}, torch.arange(5)])
+def test_extra_state_may_have_another_type_in_a_new_model(extra):
+    model = WithExtraState(None)
+    ckpt.restore_(ckpt.snapshot(WithExtraState(extra), []), model, [])
+    assert same(model.extra, extra)
+    with pytest.raises(
+        ValueError, match="^_extra_state is missing in the checkpoint, present here"
+    ):
+        ckpt.check_same({"weight": model.weight}, model.state_dict())
+
+
 # ----------------------------------------------------------------------------------- state <-> file
 
 
@@ -1076,7 +1101,6 @@ def test_a_checkpoint_that_is_set_aside_is_not_listed_but_still_there(folder):
         (1, [-1.0, -2.0, 0.0], [1, 2]),
         (1, [9.5, 10.5, 11.5], [0, 2]),  # compared as numbers, not as text
         (5, [3.0, 2.0, 1.0], [0, 1, 2]),
-        (0, [1.0, 2.0, 3.0], [0]),
     ],
 )
 def test_prune_keeps_the_last_and_the_best(folder, keep, losses, left):
@@ -1089,6 +1113,20 @@ def test_prune_keeps_the_last_and_the_best(folder, keep, losses, left):
     ckpt.prune(folder, keep)
     assert ckpt.list_checkpoints(folder) == [saved[i] for i in left]
     assert others < set(names(folder))
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keep_below_1_is_an_error_and_deletes_nothing(folder, keep):
+    saved = [ckpt.save(folder, some_state(i), i, 1.0) for i in range(3)]
+    with pytest.raises(ValueError, match=f"keep is {keep}; at least 1 checkpoint must be kept"):
+        ckpt.save(folder, some_state(3), 3, keep=keep)
+    assert ckpt.list_checkpoints(folder)[:3] == saved
+
+
+def test_a_save_does_not_change_the_filters_of_warnings_of_other_threads(folder, monkeypatch):
+    """warnings.catch_warnings changes them for the whole process."""
+    monkeypatch.setattr(warnings, "catch_warnings", None)
+    ckpt.save(folder, some_state(), 1)
 
 
 def test_save_does_both(folder):

@@ -354,6 +354,18 @@ def test_a_blocked_signal_is_not_lost_and_a_second_sigint_ends_the_process():
             process.kill()
 
 
+def test_spawn_returns_the_exit_code_of_the_exception_that_ended_a_rank(capfd):
+    assert ddp_setup.spawn(ranks.fail_on_rank_1_with_an_exit_code, 2) == 7
+    errors = capfd.readouterr().err
+    assert errors.count("Traceback") == 1 and "rank 1: Traceback" in errors, errors
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_spawn_refuses_to_start_no_process(size):
+    with pytest.raises(ValueError, match=f"size is {size}; spawn needs at least 1 process"):
+        ddp_setup.spawn(ranks.fail_on_rank_1_with_an_exit_code, size)
+
+
 def test_a_spawn_that_cannot_start_leaves_the_signal_mask_as_it_was():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
@@ -490,7 +502,11 @@ def test_ranks_agree_under_each_launcher(runs, launcher):
         assert timeout == 2 * 60  # that of a collective
         assert made == {"by": 0}
         wrong = "invalid literal for int() with base 10: 'no number', FileNotFoundError"
-        assert text == wrong  # both ranks raised the errors of rank 0
+        own = [
+            "OSError(file, line 7) in wait_together",
+            "BadRecord(file, line 7) in read_on_rank_1",
+        ]
+        assert text == f"{wrong}, {own[rank]}"  # the errors of rank 0, 0 and 1
         assert flags == [True, True, True, False]
         assert calls == ([] if rank else ["made", "failed"])
         weights.append(weight)

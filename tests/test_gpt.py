@@ -618,6 +618,12 @@ def test_sampling_from_a_model_in_training_mode_is_an_error():
         next(gpt.sample(random_model("modern").train(), random_tokens(3)))
 
 
+@pytest.mark.parametrize("setting", [{"temperature": -0.5}, {"top_k": -1}])
+def test_a_negative_temperature_or_top_k_is_an_error(setting):
+    with pytest.raises(ValueError, match="must be at least 0"):
+        next(gpt.sample(random_model("modern"), random_tokens(3), **setting))
+
+
 def test_sampled_tokens_depend_only_on_the_seed():
     def draw(seed):
         torch.manual_seed(seed)

@@ -407,6 +407,7 @@ def test_token_ids_can_be_trained_on_sampled_and_evaluated(tmp_path):
     assert ran.code == 0, ran
     assert ran.out == "1 2 3 4 5 6 0 \n"
     assert_one_line(run("sample", "--out", out, "--prompt", "64"), "--prompt '64'", "below 64")
+    assert_one_line(run("sample", "--out", out, "--prompt", "the"), "'the' is not a token id")
 
 
 LENGTHS = [700, 0, 1, 2000, 16, 17, 0, 1300, 5]  # tokens per file; a window can lie in four files
@@ -1061,6 +1062,7 @@ CASES = {
     "empty name of the folder": Case(["--out", ""], ["--out", "'' is empty"]),
     "min-lr above lr": Case(["--min-lr", 0.1], ["--min-lr 0.1", "--lr 0.003"]),
     "seed too large": Case(["--seed", 2**63], ["--seed", f"{2**63}"]),
+    "timeout too long": Case(["--timeout", "1e10"], ["--timeout"]),
     "rate not finite": Case(["--lr", "nan"], ["--lr nan"]),
     "unknown device": Case(["--device", "tpu"], ["'tpu'", "cpu"]),
     "no cuda here": Case(["--device", "cuda"], CUDA),
