@@ -110,7 +110,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     # cpu_offload does not copy tensors that are on the CPU, so `state` can contain tensors that the
     # training changes. `live` has the addresses of these. All other tensors are copies already.
     # They go into the memo of deepcopy, so that it does not copy them again.
-    used = [model.state_dict(), *([o.state, o.param_groups] for o in optimizers)]
+    used = [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
     live = {
         getattr(t, "_local_tensor", t).data_ptr()  # the local part of a DTensor
         for t in tree_leaves(used)
@@ -202,11 +202,11 @@ def _place(value: Any, like: Any, device: torch.device) -> Any:
         new.copy_(value)
     if dist.is_initialized():
         dist.broadcast(new, 0)
-    if not hasattr(like, "placements"):
-        return torch.empty_like(like).copy_(new)
-    # `like` is a DTensor. With the source None, no rank sends: each one takes its part of `new`.
-    distribute = dist.tensor.distribute_tensor
-    return distribute(new, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
+    if hasattr(like, "placements"):  # a DTensor
+        # With the source None, no rank sends: each one takes its part of `new`.
+        distribute = dist.tensor.distribute_tensor
+        new = distribute(new, like.device_mesh, like.placements, src_data_rank=None)
+    return torch.empty_like(like).copy_(new)
 
 
 def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> State:
@@ -243,7 +243,7 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
     theirs: from a checkpoint. where: the beginning of the message. The value of get_extra_state()
     of a module may have any type and shape, because these can change during a training.
     """
-    for name in [*ours, *theirs]:
+    for name in ours | theirs:
         a, b = (_kind(name, values) for values in (theirs, ours))
         if a != b:
             raise ValueError(f"{where}{name} is {a} in the checkpoint, {b} here")
@@ -326,8 +326,9 @@ def _read_state(path: str | Path, device: str) -> Any:
         no_memory = isinstance(error, (RuntimeError, MemoryError)) and "emory" in repr(error)
         if disk_failed or no_memory:  # The file may be good.
             raise
-        reason = f"torch.load(weights_only=True) raised {type(error).__name__}"
-        raise ValueError(f"not a checkpoint: {reason}") from error
+        raise ValueError(
+            f"not a checkpoint: torch.load(weights_only=True) raised {type(error).__name__}"
+        ) from error
 
 
 def _check_state(state: Any) -> None:
@@ -338,10 +339,11 @@ def _check_state(state: Any) -> None:
             "not a checkpoint: no state dict under 'model' (snapshot gives it to rank 0 only)"
         )
     for name, value in model.items():
-        if isinstance(value, Tensor) and (value.is_meta or value.is_quantized):
-            raise ValueError(f"not supported: {name} is on the device meta or quantized")
-        if isinstance(value, Tensor) and value.isnan().any():
-            raise ValueError(f"worthless: {name} contains NaN")
+        if isinstance(value, Tensor):
+            if value.is_meta or value.is_quantized:
+                raise ValueError(f"not supported: {name} is on the device meta or quantized")
+            if value.isnan().any():
+                raise ValueError(f"worthless: {name} contains NaN")
 
 
 def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
@@ -352,12 +354,11 @@ def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") 
 
 def parse_names(names: Iterable[str]) -> list[Entry]:
     """Return an entry for each name of a checkpoint, lowest step first."""
-    entries = [
+    return sorted(
         Entry(int(match[1]), match[0], float(match[2]) if match[2] else None, match[3])
         for match in map(NAME.fullmatch, names)
         if match
-    ]
-    return sorted(entries)
+    )
 
 
 def list_checkpoints(folder: str) -> list[Entry]:

@@ -135,22 +135,21 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if env.size == 1:
-        yield env._replace(device=_select_device(device, env))
+        yield _select_device(device, env)
         return
     if env.local_size == env.size and sys.platform == "linux":
         # Let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Switch on torch's flight recorder, which _watch_ranks reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-    store = _connect_to_store(env, address, timeout)
+    store = _connect_to_store(env, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
     exit_request, main = None, threading.get_ident()
     joined, block_ended = threading.Event(), threading.Event()
     try:
         # Each group needs its own keys. All ranks count their groups, so they get the same number.
         store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
-        chosen = _select_device(device, env)
-        cuda = chosen.type == "cuda"
+        world = _select_device(device, env)
+        cuda = world.device.type == "cuda"
         # A second connection, because the main thread may block the first one.
         connection = store.clone()  # type: ignore[attr-defined]
         watcher = _in_thread(
@@ -165,10 +164,10 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
                 # _watch_ranks ends the process earlier, unless a rank compiles or the store does
                 # not answer.
                 timeout=timedelta(seconds=2 * timeout),
-                device_id=chosen if cuda else None,  # With this argument, NCCL connects now.
+                device_id=world.device if cuda else None,  # With this argument, NCCL connects now.
             )
             joined.set()
-            yield env._replace(device=chosen)
+            yield world
         except SystemExit as error:
             if error.code:
                 raise
@@ -193,8 +192,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         raise exit_request
 
 
-def _select_device(name: str, env: World) -> torch.device:
-    """Return the device of this rank. Make a GPU the current device, or set torch's threads."""
+def _select_device(name: str, env: World) -> World:
+    """Return `env` with the device of this rank. Select this GPU, or set torch's threads."""
     mps = torch.backends.mps.is_available() and env.size == 1
     kinds = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]
     if name == "auto":
@@ -209,7 +208,7 @@ def _select_device(name: str, env: World) -> torch.device:
             raise ValueError(f"local rank {env.local_rank} has no GPU: start one rank per GPU")
         name = f"cuda:{env.local_rank}"
         torch.cuda.set_device(name)
-    return torch.device(name)
+    return env._replace(device=torch.device(name))
 
 
 def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
@@ -221,8 +220,9 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         # Without a quota, there is no file, or it contains "max" or -1.
         with suppress(OSError, ValueError):
-            text = " ".join(Path(cgroup, name).read_text() for name in names)
-            quota, period = map(int, text.split())
+            quota, period = (
+                int(word) for name in names for word in Path(cgroup, name).read_text().split()
+            )
             if quota > 0:
                 cpus = min(cpus, max(1, quota // period))
     return cpus
@@ -251,27 +251,27 @@ def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
 def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
-    Rank 0 chooses the id. Each other rank writes a random word and waits for the reply to it. Rank
-    0 can find an old word, from before a restart, so it replies until each rank confirms the id.
+    Each rank makes a random word. The word of rank 0 is the id. Each other rank writes its word
+    and waits for the reply to it. Rank 0 can find an old word, from before a restart, so it replies
+    until each rank confirms the id.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """
     end = time.monotonic() + timeout
+    word = uuid.uuid4().hex
     if env.rank:
-        request = uuid.uuid4().hex
-        store.set(f"request {env.rank}", request)
-        run_id = store.get(f"reply to {request}").decode()
+        store.set(f"request {env.rank}", word)
+        run_id = store.get(f"reply to {word}").decode()
         store.set(f"{run_id} confirmed {env.rank}", "")
         return run_id
-    run_id = uuid.uuid4().hex
     for rank in range(1, env.size):
-        while not store.check([f"{run_id} confirmed {rank}"]):
+        while not store.check([f"{word} confirmed {rank}"]):
             if time.monotonic() > end:
                 raise ConnectionError(f"no answer from rank {rank} (timed out after {timeout:g} s)")
             request = store.get(f"request {rank}").decode()
-            store.set(f"reply to {request}", run_id)
+            store.set(f"reply to {request}", word)
             time.sleep(0.002)
-    return run_id
+    return word
 
 
 # -------------------------------------------------------------------------------- failure of a rank
@@ -342,8 +342,10 @@ def _watch_ranks(
         # there the file is only being imported.
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
-        groups = json.loads(dump(False, True))["pg_status"].values()
-        numbers = [(g["last_enqueued_collective"], g["last_completed_collective"]) for g in groups]
+        numbers = [
+            (group["last_enqueued_collective"], group["last_completed_collective"])
+            for group in json.loads(dump(False, True))["pg_status"].values()
+        ]
         waiting = any(a != b for a, b in numbers)
         if waiting and not cuda:
             # With gloo, "last completed" can be too low, because threads write it in any order.
@@ -416,8 +418,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         # prepare_for_backward takes the place of the forward pass. []: expect all gradients.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
-            zeros = [0.0 * p.sum().real for p in model.parameters() if p.requires_grad]
-            torch.stack(zeros).sum().backward()
+            torch.autograd.backward(
+                [0.0 * p.sum().real for p in model.parameters() if p.requires_grad]
+            )
         model.zero_grad()
     return replica
 

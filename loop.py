@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -146,10 +146,12 @@ def train_(
     model.train()
     for step, (batches, total) in enumerate(steps, start):
         if lr_at is not None:
-            for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
-                # float(), because a checkpoint with a NumPy number could not be loaded with
-                # weights_only=True.
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * float(lr_at(step))
+            # float(), because a checkpoint with a NumPy number could not be loaded with
+            # weights_only=True.
+            factor = float(lr_at(step))
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         weight = world_size / total if total else 0.0
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _seed(device, seed, step, rank)
@@ -253,17 +255,13 @@ def _update_(
 
     Returns the norm before clipping, and whether norm and loss are finite.
     """
-    parameters = [
-        p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None
-    ]
+    parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = get_total_norm([p.grad for p in parameters])
+    norm = clip_grad_norm_(parameters, clip)
     if hasattr(norm, "full_tensor"):  # FSDP's gradients are DTensors
         norm = norm.full_tensor()
     finite = norm.isfinite() & loss.isfinite()
-    if clip < math.inf:
-        clip_grads_with_norm_(parameters, clip, norm)
     for optimizer in optimizers:
         # A fused optimizer can skip the update on the device, so that the host need not wait. But
         # if fused SGD skipped its first step there, its momentum buffer would not be initialised.
@@ -275,9 +273,8 @@ def _update_(
             delattr(optimizer, "found_inf")
         elif finite:
             optimizer.step()
-    scaler.update()
-    for optimizer in optimizers:
         optimizer.zero_grad()
+    scaler.update()
     return norm, finite
 
 
@@ -362,8 +359,9 @@ def group_batches(
         remaining = iter(batches)
         while True:
             micro_batches = list(islice(remaining, accum))
-            numbers = [sum(map(count, micro_batches)), len(micro_batches)]
-            sums = torch.tensor(numbers, dtype=torch.float64)
+            sums = torch.tensor(
+                [sum(map(count, micro_batches)), len(micro_batches)], dtype=torch.float64
+            )
             if dist.is_initialized() and dist.get_backend() == "nccl":
                 sums = to_device(sums, torch.device("cuda"))
             _sum_over_ranks_(sums)()
@@ -387,8 +385,7 @@ def group_batches(
 
 def _sum_over_ranks_(values: Tensor) -> Callable[[], object]:
     """Start to sum `values` over all ranks, in place; return a function that waits for it."""
-    work = dist.all_reduce(values, async_op=True) if dist.is_initialized() else None
-    return work.wait if work else lambda: None
+    return dist.all_reduce(values, async_op=True).wait if dist.is_initialized() else lambda: None
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:

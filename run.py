@@ -95,9 +95,9 @@ PATH, DEVICES = click.Path(), ["auto", "cpu", "cuda", "mps"]
 
 def option(default: T, help: str, type: object = None, **more: object) -> T:
     """Return a dataclass field for a click option. type: a click type, or a list of choices."""
-    type = click.Choice(type) if isinstance(type, list) else type
-    more = {"default": default, "help": help, "type": type, "is_flag": default is False, **more}
-    return field(default=default, metadata=more)
+    if isinstance(type, list):
+        type = click.Choice(type)
+    return field(default=default, metadata={"default": default, "help": help, "type": type, **more})
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,9 @@ class Flags:
         None,
         "Use torch.compile.  [default: on CUDA, and on a CPU for runs of several minutes]",
         param_decls=["--compile/--no-compile"],
-        is_flag=True,
     )
     checkpoint_activations: bool = option(
-        False, "Compute blocks again in the backward pass: less memory."
+        False, "Compute blocks again in the backward pass: less memory.", is_flag=True
     )
     timeout: float = option(600.0, "Seconds to wait for another rank, or for a save.", SECONDS)
     out: str = option("out", "Folder or URL for checkpoints and metrics.", PATH)
@@ -237,7 +236,7 @@ def train(flags: Flags, given: set[str]) -> int:
         tokens_at = partial(chardata.tokens_before, plan)
         if start_step >= total:
             if rank0:
-                limit = "--epochs" if total < (flags.steps or sys.maxsize) else "--steps"
+                limit = "--steps" if total == flags.steps else "--epochs"
                 say(
                     f"The run in {flags.out} is finished: {start_step} steps. To continue, give a "
                     f"higher {limit}; for a new run, name another --out."
@@ -264,9 +263,10 @@ def train(flags: Flags, given: set[str]) -> int:
         if flags.strategy == "ddp":
             replica = ddp_setup.replicate(model, world)
         else:
-            blocks, shard_ = [*model.blocks], extra("fsdp").shard_
             weight = partial(gpt.initial_weight, config, flags.seed)
-            replica = shard_(model, world.size, world.device, blocks, flags.strategy, weight)
+            replica = extra("fsdp").shard_(
+                model, world.size, world.device, [*model.blocks], flags.strategy, weight
+            )
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
@@ -276,7 +276,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 scaler.load_state_dict(saved["scaler"])
         del state  # frees the memory of the checkpoint
 
-        loss_fn: loop.LossFn = gpt.loss
+        loss_fn = gpt.loss
         steps = chardata.steps(
             plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
         )
@@ -307,9 +307,11 @@ def train(flags: Flags, given: set[str]) -> int:
 
         # Until here, nothing is written. `training` is a generator: it does its first step in the
         # loop below.
-        saved_config = {key: resolved[key] for key in resolved if key not in NOT_RESTORED}
-        vocabulary = {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars}
-        constants = {"data": corpus.digest, "config": saved_config, "vocabulary": vocabulary}
+        constants = {
+            "data": corpus.digest,
+            "config": {key: resolved[key] for key in resolved if key not in NOT_RESTORED},
+            "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
+        }
         rejected = saved.get("rejected", {})
         prepare = partial(
             prepare_folder, flags.out, storage, start_step, rejected, resolved | machine
@@ -340,7 +342,7 @@ def train(flags: Flags, given: set[str]) -> int:
         logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
         try:
             for step, report in training:
-                val_loss: float | None = None
+                val_loss = None
                 stopped, last = report.stop, step == total
                 evaluating = bool(val_plan.tokens) and (last or step % flags.eval_every == 0)
                 if rank0 and (stopped or last or evaluating or step % flags.log_every == 0):
@@ -453,8 +455,9 @@ def find_start(flags: Flags, storage: ModuleType) -> Values:
     """Return the newest checkpoint, or the model of --init-from, or {} for a new model."""
     state = find_checkpoint(flags.out, storage)
     if not state and flags.init_from:
-        source, read = open_storage(flags.init_from), extra("reader").read
-        state = extra("exchange").start_state(flags.init_from, flags.out, source, read)
+        state = extra("exchange").start_state(
+            flags.init_from, flags.out, open_storage(flags.init_from), extra("reader").read
+        )
     return state
 
 
@@ -488,8 +491,8 @@ def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     tokenizer = flags.tokenizer
     files: list[str] = []  # the default text
     if flags.data is not None:
-        remote = "://" in flags.data
-        files = (extra("remote").download if remote else chardata.list_files)(flags.data)
+        find_files = extra("remote").download if "://" in flags.data else chardata.list_files
+        files = find_files(flags.data)
     read = chardata.read
     if tokenizer not in ("char", "byte"):
         read = partial(extra("tokenizer").read_corpus, chardata)
@@ -538,7 +541,7 @@ def validate(
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
-    loss_fn: loop.LossFn = gpt.loss
+    loss_fn = gpt.loss
     windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches = show_progress(windows, world.rank == 0)
     # In an evaluation, both zero and fsdp gather the weights for each batch, so all ranks need the
@@ -555,7 +558,7 @@ def model_config(values: Values) -> gpt.Config:
 
 def build_model(config: gpt.Config, seed: int | None, checkpoint_activations: bool) -> gpt.GPT:
     """Build a model. If possible, it uses the cross-entropy of extras/, which saves memory."""
-    cross_entropy: gpt.CrossEntropy = gpt.cross_entropy
+    cross_entropy = gpt.cross_entropy
     with suppress(FileNotFoundError):
         cross_entropy = partial(extra("cross_entropy").cross_entropy, cross_entropy)
     return gpt.build(config, seed, checkpoint_activations, cross_entropy)
@@ -621,7 +624,7 @@ def prepare_folder(
     if foreign and not step:
         raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
-    lock: object = storage.lock(out)
+    lock = storage.lock(out)
     # Another run may have written before this one had the lock.
     if any(e.step > step and e.name not in rejected for e in storage.list_checkpoints(out)):
         raise ValueError("another run has just written to it; start again to continue from there")
@@ -630,8 +633,7 @@ def prepare_folder(
         warn(f"{name}: {reason}; set aside, continuing from step {step}")
     # This leaves out a line that a crash has cut off.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
-    lines = re.finditer(pattern, storage.read_text(out, "metrics.jsonl"))
-    kept = (line[0] for line in lines if int(line[1]) <= step)
+    kept = (line[0] for line in re.finditer(pattern, metrics) if int(line[1]) <= step)
     storage.write_text(out, "metrics.jsonl", "".join(kept))
     storage.write_text(out, "config.json", json.dumps(config, indent=1))
     return lock
@@ -642,7 +644,7 @@ def wait_for_save(save: Future[Any], deadline: float) -> bool:
 
     Warn if it has not ended, or if it failed.
     """
-    wait([save], max(0.0, deadline - time.monotonic()))
+    wait([save], deadline - time.monotonic())
     if not save.done():
         warn_once("a save takes longer than --timeout; until it ends, nothing else is saved")
     elif error := save.exception():
@@ -718,7 +720,7 @@ def newest_checkpoint(out: str) -> Values:
     """Return the newest checkpoint that is not damaged; ValueError if there is none."""
     state = find_checkpoint(out, open_storage(out))
     if not state:
-        raise ValueError(f"{out}: there is no checkpoint; train first, or name another --out")
+        raise ValueError(f"{out}: there is no checkpoint; train first, or name another folder")
     for name, reason in state.pop("rejected").items():
         warn(f"{name}: {reason}; using {state['name']}")
     return state
@@ -902,6 +904,9 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
+    # In an import of torch, KeyboardInterrupt can get lost or leave torch incomplete. train and
+    # spawn replace this handler.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -911,8 +916,6 @@ def main() -> None:
         code = cli.main(standalone_mode=False) or DONE
     except SystemExit as error:  # process_group raises it if another rank reports the error
         code = error.code if isinstance(error.code, int) else FAILED
-    except click.Abort:  # Ctrl-C in commands like sample
-        code = 130
     except click.ClickException as error:
         say("Error: " + " ".join(error.format_message().split()), error=True)
         code = error.exit_code

@@ -721,6 +721,32 @@ def test_a_sample_depends_only_on_its_seed(undisturbed):
     assert texts[0] == texts[1] and len({*texts}) == 4
 
 
+INTERRUPT_AN_IMPORT = f"""
+import builtins, os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import run
+
+real_import = builtins.__import__
+
+def import_(name, *args, **more):
+    if name.startswith("torch.jit"):
+        os.kill(os.getpid(), signal.SIGINT)
+    return real_import(name, *args, **more)
+
+builtins.__import__ = import_
+run.main()
+"""
+
+
+@pytest.mark.parametrize("command", ["sample", "eval"])
+def test_ctrl_c_while_torch_is_imported_ends_the_command(undisturbed, tmp_path, command):
+    (tmp_path / "program.py").write_text(INTERRUPT_AN_IMPORT)
+    # Not run(), whose processes have torch already.
+    args = [sys.executable, tmp_path / "program.py", command, "--out", undisturbed(1)]
+    ran = subprocess.run(args, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", ""), ran
+
+
 def test_of_several_ranks_only_rank_0_prints_a_sample(undisturbed):
     ask = ["sample", "--out", undisturbed(1), "--seed", 1, "--max-new-tokens", 20]
     port = free_port()
