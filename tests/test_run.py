@@ -330,7 +330,9 @@ def test_a_run_of_version_0_1_continues_with_the_losses_of_version_0_1(tmp_path,
     assert dict(losses(out)[20:]) == pytest.approx(expected, rel=rtol)
     expected = {line["step"]: line["val_loss"] for line in unbroken if "val_loss" in line}
     assert evaluations(out)[50] == pytest.approx(expected[50], rel=rtol)
-    assert json.loads((out / "config.json").read_text())["tokenizer"] == "char"
+    config = json.loads((out / "config.json").read_text())
+    expected = {"tokenizer": "char", "eval_tokens": 0, "embedding_lr": 1.0, "momentum": 0.95}
+    assert {key: config[key] for key in expected} == expected
 
 
 # --- promise 7: stop ---
