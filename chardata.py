@@ -265,7 +265,7 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
         return np.array(words, np.uint32)
     if unknown := set(characters([text])) - set(chars):
         at = min(map(text.index, unknown))
-        raise ValueError(f"character {text[at]!r} at {at} is not one of the {len(chars)} in chars")
+        raise ValueError(f"character {text[at]!r} at {at} is not in the vocabulary of {len(chars)}")
     # max, because `chars` can be empty.
     table = np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
     table[list(map(ord, chars))] = range(len(chars))

@@ -99,8 +99,8 @@ def add_commands(
         "--format",
         type=FORMATS,
         required=True,
-        help="safetensors writes a file, the others a folder. checkpoint writes the complete "
-        "checkpoint as one file, from which training can continue.",
+        help="safetensors writes a file, the others a folder. checkpoint writes a folder with one "
+        "complete checkpoint, from which training can continue.",
     )
     @click.option("-o", "--output", required=True, metavar="PATH", help="Must not exist.")
     def export(out: str, format: str, output: str) -> None:
@@ -110,6 +110,8 @@ def add_commands(
           python run.py export out --format hf -o gpt2-mine
         """
         with usage_errors():
+            if not output:
+                raise ValueError("--output '' is empty")
             state = newest_checkpoint(out)
             if format == "checkpoint":
                 target = open_storage(output)

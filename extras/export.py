@@ -42,6 +42,8 @@ def write(
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; choose another path")
     target = Path(os.path.abspath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {target.parent}")
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as folder:
         temporary = Path(folder, target.name)
         if format == "hf":
@@ -139,4 +141,7 @@ def save_safetensors(weights: dict[str, Tensor], path: Path, **header: str) -> N
         from safetensors.torch import save_file
     except ImportError:
         raise ImportError("pip install safetensors to exchange models") from None
+    path.touch()
+    mode = path.stat().st_mode  # as the user's umask says; save_file lets only the owner read
     save_file(weights, path, {"format": "pt", **header})
+    path.chmod(mode)

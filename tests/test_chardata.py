@@ -492,7 +492,7 @@ def test_a_vocabulary_of_any_size_round_trips_in_the_smallest_type(count):
     assert ids.dtype == (np.uint8 if count <= 256 else np.uint16 if count <= 65536 else np.uint32)
     assert ids.tolist() == list(range(count))[::-1]
     if count < 65536:
-        with pytest.raises(ValueError, match=f"at 1 is not one of the {count} in chars"):
+        with pytest.raises(ValueError, match=f"at 1 is not in the vocabulary of {count}"):
             chardata.encode(chars[0] + "\U0010ffff", "char", chars)
 
 
@@ -510,7 +510,7 @@ def test_an_empty_text_has_no_ids():
 
 
 def test_an_unknown_character_is_named_with_its_position():
-    with pytest.raises(ValueError, match="character 'ß' at 3 is not one of the 3 in chars"):
+    with pytest.raises(ValueError, match="character 'ß' at 3 is not in the vocabulary of 3"):
         chardata.encode("abcßaä", "char", "abc")
 
 
@@ -795,7 +795,7 @@ NOT_NPY = "not one complete 1-d .npy of unsigned integers: "
         ("header.npy", npy(np.arange(1000, dtype=np.uint16))[:20], NOT_NPY),
         ("objects.npy", npy(np.array([{}, 1], object)), NOT_NPY),
         ("archive.npy", npz(), NOT_NPY),
-        ("other.txt", b"abcX", "character 'X' at 3 is not one of the 3 in chars"),
+        ("other.txt", b"abcX", "character 'X' at 3 is not in the vocabulary of 3"),
         ("c4.bin", llm_c([1, 2, 3], count=4), "1030 bytes, header version 1; must be 1032"),
         ("c2.bin", llm_c([1, 2, 3], count=2), "1030 bytes, header version 1; must be 1028"),
         ("c-1.bin", llm_c([1, 2, 3], count=-1), "1030 bytes, header version 1; must be 1022"),

@@ -1084,7 +1084,8 @@ CASES = {
     "folder as data": Case(["--data", folder], ["/texts", "folder"]),
     "vocab of a text": Case(["--vocab", 100], ["text.txt", "is text", "100"]),
     "unknown tokenizer": Case(
-        ["--tokenizer", "words"], ["words" if EXTRAS else "extras/tokenizer.py"]
+        ["--tokenizer", "words"],
+        ["words: not char, byte, or an existing file" if EXTRAS else "extras/tokenizer.py"],
     ),
     "heads not dividing embd": Case(["--heads", 3], ["embd", "16", "heads", "3"]),
     "empty name of the folder": Case(["--out", ""], ["--out", "'' is empty"]),

@@ -486,6 +486,8 @@ def test_an_export_to_the_url_of_another_run_is_refused(done, tmp_path):
     before = sorted(os.listdir(theirs))
     ran = run("export", out, "--format", "checkpoint", "-o", f"file://{theirs}")
     mistaken(ran, f"file://{theirs} exists already")
+    for format in ("checkpoint", "safetensors"):
+        mistaken(run("export", theirs, "--format", format, "-o", ""), "--output '' is empty")
     assert sorted(os.listdir(theirs)) == before
 
 
@@ -494,7 +496,10 @@ CONTRADICTIONS = {
     "window": (["--block-size", 8], ["--block-size 8", "--block-size 16"]),
     "architecture": (["--arch", "modern"], ["--arch modern", "--arch gpt2"]),
     "tokens": (["--tokenizer", "byte"], ["--tokenizer byte", "--tokenizer char"]),
-    "another text": (["--data", ROOT / "README.md"], ["README.md", "is not one of the 18"]),
+    "another text": (
+        ["--data", ROOT / "README.md"],
+        ["README.md", "is not in the vocabulary of 18"],
+    ),
     "another kind": (
         ["--data", "ids.npy"],
         ["ids.npy: its tokens are of kind ids; the model needs char"],

@@ -1,8 +1,10 @@
 """Tests of extras/export.py: what transformers and nanoGPT read in the files that it writes."""
 
 import itertools
+import os
 import pickle
 import pickletools
+import stat
 
 import pytest
 import torch
@@ -99,6 +101,22 @@ def test_an_exported_nanogpt_file_has_the_names_and_shapes_of_nanogpt(tmp_path):
         "vocab_size": 12,
         "dropout": 0.0,
     }
+
+
+def test_a_safetensors_file_can_be_read_by_those_whom_the_umask_lets_read(tmp_path):
+    before = os.umask(0o027)
+    try:
+        export.save_safetensors({"w": torch.ones(2)}, tmp_path / "x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
+
+
+def test_a_missing_folder_is_named_as_the_user_wrote_it(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=f"^{tmp_path}/a/b: there is no folder {tmp_path}/a$"
+    ):
+        export.write(of("ids")[1], "safetensors", f"{tmp_path}/a/b", dict, dict)
 
 
 def test_a_url_is_refused(tmp_path):

@@ -352,7 +352,10 @@ def test_ids_that_another_program_made_give_the_same_training(made, tmp_path):
 
 WRONG = {
     "no tokenizer": (["--tokenizer", "setup.cfg"], ["--tokenizer setup.cfg", "char", "byte"]),
-    "no such file": (["--tokenizer", "no/such.json"], ["no/such.json", "No such file"]),
+    "no such file": (
+        ["--tokenizer", "no/such.json"],
+        ["--tokenizer no/such.json: not char, byte, or an existing file"],
+    ),
     "other JSON": (["--tokenizer", "other.json"], ["not a tokenizer.json"]),
     "not text": (["--data", "latin.txt"], ["latin.txt", "0xe9 at 3", "UTF-8"]),
     "too few ids": (["--vocab", 300], ["id 399", "ends at 299"]),
