@@ -534,6 +534,12 @@ def test_the_learning_rate_warms_up_and_decays_to_the_end(done):
     assert rates == pytest.approx(expected, rel=1e-12)
 
 
+def test_the_dtype_that_auto_has_chosen_is_written_and_saved(done):
+    out, chosen = done("no validation")[1], program_module.pick_dtype("auto", torch.device("cpu"))
+    assert json.loads((out / "config.json").read_text())["dtype"] == chosen != "auto"
+    assert state(out)["config"]["dtype"] == chosen
+
+
 def test_config_json_has_the_flags_and_the_number_of_ranks(done, text):
     config = json.loads((done("spawn 3")[1] / "config.json").read_text())
     expected = {"data": f"{text}", "batch_size": 10, "optimizer": "adamw", "tokenizer": "char"}
@@ -588,7 +594,7 @@ def test_a_run_that_diverges_stops_with_one_line_and_keeps_the_last_good_checkpo
 
 
 SAVE_SLOWLY_AND_DIVERGE = f"""
-import sys, time
+import atexit, sys, time
 from itertools import count
 sys.path.insert(0, {str(ROOT)!r})
 import ckpt, gpt, run
@@ -606,6 +612,7 @@ def slow(*args, **more):
     return save(*args, **more)
 
 gpt.loss, ckpt.save = diverging, slow
+atexit.register(print, "registered with atexit")
 run.main()
 """
 
@@ -617,7 +624,7 @@ def test_a_run_that_diverges_first_completes_the_save_that_is_running(text, tmp_
     ran = run(*flags, launcher=launcher)
     assert ran.code == 1 and "not finite 5 times in a row, up to step 12" in ran.err, ran
     assert state(tmp_path / "out")["step"] == 7
-    assert "call 12\n" in ran.out
+    assert ran.out.endswith("call 12\nregistered with atexit\n")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
