@@ -266,6 +266,40 @@ def test_a_resumed_run_keeps_as_many_checkpoints_as_before(text, tmp_path):
     assert [entry.step for entry in ckpt.list_checkpoints(str(tmp_path))] == [2, 3, 4, 5, 6]
 
 
+def test_a_damaged_checkpoint_is_set_aside_and_its_steps_are_trained_again(undisturbed, tmp_path):
+    out = shutil.copytree(undisturbed(1), tmp_path / "out")
+    good, damaged = checkpoints(out)[-2:]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    ran = run("--out", out, "--log-every", 1)
+    first = int(good.name[5:13]) + 1
+    assert ran.code == 0 and f"steps {first} to 100" in ran.out, ran
+    assert ran.err.startswith(f"Warning: {damaged.name}: damaged") and ran.err.count("\n") == 1
+    assert f"set aside, continuing from step {first - 1}" in ran.err
+    assert Path(f"{damaged}.damaged").exists()
+    assert same_training(out, undisturbed(1))
+
+
+FAIL = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import gpt, run
+
+def fail(model, batch):
+    raise RuntimeError("a bug")
+
+gpt.loss = fail
+run.main()
+"""
+
+
+def test_an_error_that_is_not_expected_is_named_with_its_rank_and_traceback(text, tmp_path):
+    (tmp_path / "program.py").write_text(FAIL)
+    launcher = [sys.executable, str(tmp_path / "program.py")]
+    ran = run(*TINY, "--data", text, "--out", tmp_path / "out", launcher=launcher)
+    assert ran.code == 1 and "Error" not in ran.out, ran
+    assert ran.err.startswith("Error on rank 0: RuntimeError('a bug')\nTraceback"), ran
+
+
 def test_a_checkpoint_does_not_say_where_a_resumed_run_writes():
     saved = {"name": "a checkpoint", "config": {"out": "elsewhere", "lr": 0.5}}
     flags = program_module.merge_saved_flags(program_module.Flags(), set(), saved)
