@@ -442,8 +442,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
 
     All ranks must call this function. If some calls raise ValueError or OSError, all ranks raise
     the error of the lowest of these ranks. If pickle cannot copy it, the other ranks raise a plain
-    ValueError or OSError with its message. Otherwise, an exception of another type is raised only
-    on its own rank.
+    ValueError or OSError with its message. If there is no such error, an exception of another
+    type is raised only on its own rank.
 
     Use it for slow work, such as reading large files: here the timeout of process_group does not
     apply. If a call hangs, all ranks wait.
