@@ -409,8 +409,8 @@ def newest(
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """Return the entries that prune() removes. `entries` must be in the order of steps.
 
-    If several share the lowest loss, the one with the highest step counts as the best. Names have
-    four decimals of the loss. ValueError if keep < 1.
+    If several share the lowest loss, the one with the highest step counts as the best. Losses
+    are compared with four decimals, as in the names. ValueError if keep < 1.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")

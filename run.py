@@ -327,8 +327,8 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # writing: the latest save and its deadline. At first, a call that does nothing.
         pool = ThreadPoolExecutor(1)
+        # The latest save and its deadline. At first, a call that does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
         def wait_for_saves() -> bool:

@@ -97,9 +97,10 @@ def read_corpus(
     """
     if "://" in path:  # and do not print it, because it can contain a password
         raise ValueError("--tokenizer cannot read a URL; download the file and name its path")
-    if not tokenizer_json or os.path.exists(path):
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"--tokenizer {path}: not char, byte, or an existing file")
+    exists = os.path.exists(path)
+    if not exists and not tokenizer_json:
+        raise FileNotFoundError(f"--tokenizer {path}: not char, byte, or an existing file")
+    if exists:
         with open(path, encoding="utf-8") as file:
             text = file.read()
         if tokenizer_json and not same_json(text, tokenizer_json):
