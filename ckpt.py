@@ -32,20 +32,17 @@ extras/sharded.py writes, reads and deletes it. For URLs see extras/remote.py.
 """
 
 import copy
-import errno
 import hashlib
 import math
 import os
 import re
 import shutil
 import socket
-import sys
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -53,7 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 try:
     import fcntl
@@ -89,44 +86,41 @@ class Found(NamedTuple):
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
     """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
-    Every rank must call this. In a process group, only rank 0 gets the states. The names have no
-    prefixes of DDP or torch.compile. An optimizer that has no state yet becomes {}. The copies
-    share no memory with the model, so training can continue at once. more: tensors and plain Python
+    Every rank must call this. In a process group, ranks above 0 only get `more`. The names are
+    those of the model without its wrappers: see unwrap. An optimizer that has no state yet becomes
+    {}. The copies share no memory with the model, so training can continue at once.
+
+    optimizers: all their parameters must be parameters of the model. more: tensors and plain Python
     values, for example the state of a scheduler. They are not copied: do not change them before
     save() has ended.
     """
-    dcp = _state_dict_functions()
-    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model = unwrap(model)
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     state = {
-        "model": dcp.get_model_state_dict(model, options=options),
-        # get_optimizer_state_dict would create a missing state: see _check_and_reset_.
+        "model": dict(model.state_dict(keep_vars=True)),
         "optimizers": [
-            dcp.get_optimizer_state_dict(model, optimizer, options=options)
+            {
+                "state": {names[p]: values for p, values in optimizer.state.items()},
+                "param_groups": [
+                    {**group, "params": [names[p] for p in group["params"]]}
+                    for group in optimizer.param_groups
+                ],
+            }
             if optimizer.state
             else {}
             for optimizer in optimizers
         ],
     }
-    # cpu_offload does not copy tensors that are on the CPU, so `state` can contain tensors that the
-    # training changes. `live` has the addresses of these. All other tensors are copies already.
-    # They go into the memo of deepcopy, so that it does not copy them again.
-    used = [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
-    live = {
-        getattr(t, "_local_tensor", t).data_ptr()  # the local part of a DTensor
-        for t in tree_leaves(used)
-        if isinstance(t, Tensor)
-    }
-    already_copied = {
-        id(t): t for t in tree_leaves(state) if isinstance(t, Tensor) and t.data_ptr() not in live
-    }
-    return {**copy.deepcopy(state, memo=already_copied), **more}
+    rank0 = not dist.is_initialized() or dist.get_rank() == 0
 
+    @cache  # A tensor with two names, such as a tied weight, is copied and stored once.
+    def to_cpu(tensor: Tensor) -> Tensor | None:
+        if hasattr(tensor, "full_tensor"):  # a DTensor: all ranks send their parts
+            tensor = tensor.full_tensor()
+        return tensor.detach().to("cpu", copy=True) if rank0 else None
 
-def _state_dict_functions() -> Any:
-    """Import torch's module late, because this takes 0.5 s."""
-    from torch.distributed.checkpoint import state_dict
-
-    return state_dict
+    copies = tree_map_only(Tensor, to_cpu, state)
+    return {**(copies if rank0 else {}), **more}
 
 
 def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -135,22 +129,17 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     Every rank must call this. In a process group, all ranks get the state of rank 0. If this is {},
     nothing changes.
 
-    The optimizers get their saved state of each parameter, such as Adam's exp_avg. If `state` has
-    no "optimizers", the optimizers lose their present state. Settings, such as the learning rate,
-    stay as they are now. Gradients of the optimizers' parameters are deleted. `state` is not
-    changed, and shares no memory with the model and the optimizers. Do not use this for SparseAdam,
-    LBFGS, or an optimizer with state in its param_groups, such as Prodigy. With FSDP, no module may
-    have two names.
+    The optimizers get their saved state of each parameter, such as Adam's exp_avg. They must be of
+    the same kinds as the saved ones. This is not checked. If `state` has no "optimizers", they lose
+    their present state. Settings, such as the learning rate, stay as they are now. So an optimizer
+    with state in its param_groups, such as Prodigy, is not restored completely. `state` is not
+    changed, and shares no memory with the model and the optimizers.
 
-    ValueError on every rank if the state does not fit. The model is then unchanged, but gradients
-    and the state of the optimizers may be deleted. (Adam with eps=0 also changes weights, because
-    each optimizer does a step with zero gradients and learning rate 0 to get its initial state.)
+    ValueError on every rank if the names, shapes or dtypes of the model's tensors differ, or if an
+    optimizer has other parameters. The model is then unchanged, but the state of the optimizers may
+    be lost.
     """
-    in_group = dist.is_initialized()
-    if in_group:
-        # torch receives weights into contiguous tensors, and sends memory without its strides. So a
-        # channels_last tensor would arrive wrong.
-        state = tree_map_only(Tensor, Tensor.contiguous, state)
+    if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
         outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
         dist.broadcast_object_list(outline)
@@ -158,83 +147,61 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             state = outline[0]
     if not state:
         return
-    dcp = _state_dict_functions()
-    # A DTensor has the shape of the whole tensor, so full_state_dict is not needed here.
-    check_same(state.get("model", {}), dcp.get_model_state_dict(model))
+    model = unwrap(model)
+    ours: State = model.state_dict()
+    check_same(state.get("model", {}), ours)
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
-    # torch's set_optimizer_state_dict would convert the state to the dtype of its parameter, and
-    # replace the groups by copies in which tuples are lists.
-    initial = [_check_and_reset_(model, *pair) for pair in zip(optimizers, saved)]
-    for optimizer, theirs, ours in zip(optimizers, saved, initial):
-        for group, named_group in zip(optimizer.param_groups, ours["param_groups"]):
-            for parameter, name in zip(group["params"], named_group["params"]):
-                if values := theirs.get("state", {}).get(name):
-                    place = partial(_place, device=parameter.device)
-                    optimizer.state[parameter] = {
-                        # pop() frees the memory of the initial value.
-                        key: tree_map(place, value, ours["state"][name].pop(key))
-                        for key, value in values.items()
-                    }
-    # The model comes last, because the step in _check_and_reset_ changes the weights if Adam's eps
-    # is 0, for example.
-    # dict(), because torch changes its argument. If a module has two names, torch sends only one of
-    # them. For the other name, ranks above 0 would load their "meta" tensors. So they pass {}, and
-    # strict=False allows that names are missing.
-    weights = {} if in_group and dist.get_rank() > 0 else dict(state["model"])
-    options = dcp.StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=in_group, strict=False
-    )
-    dcp.set_model_state_dict(model, weights, options=options)
+    for optimizer, theirs in zip(optimizers, saved):
+        # Not with load_state_dict, which rounds the state to the dtype of the parameter.
+        optimizer.state.clear()
+        missing = dict(theirs.get("state", {}))
+        for group in optimizer.param_groups:
+            # Like torch: only these optimizers have the tensor "step" on the device.
+            step_on_device = group.get("fused") or group.get("capturable")
+            for p in group["params"]:
+                for key, value in missing.pop(names.get(p), {}).items():
+                    value = tree_map(partial(_receive, like=p), value)
+                    to_cpu = key == "step" and not step_on_device and isinstance(value, Tensor)
+                    optimizer.state[p][key] = value.cpu() if to_cpu else value
+        if missing:
+            raise ValueError(f"the checkpoint has state of {min(missing)} for another optimizer")
+    model.load_state_dict({name: _receive(state["model"][name], ours[name]) for name in ours})
 
 
-def _place(value: Any, like: Any, device: torch.device) -> Any:
-    """Send a value of rank 0's optimizer state to all ranks. Return it placed as `like` is.
+def _receive(value: Any, like: Any) -> Any:
+    """Send a value of rank 0 to all ranks. Return it on the device of `like`.
 
-    Every rank must call this. value: on ranks above 0, its tensor is on "meta". like: the same
-    value of a new optimizer, for device, strides and sharding. device: for the broadcast.
+    Every rank must call this. value: on ranks above 0, tensors are on "meta". like: if it is a
+    tensor with the shape of the value, the result gets its strides, and its sharding if it is a
+    DTensor.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    new = torch.empty_like(value, device=device)
+    new = torch.empty(value.shape, dtype=value.dtype, device=getattr(like, "device", None))
     if not value.is_meta:
         new.copy_(value)
     if dist.is_initialized():
         dist.broadcast(new, 0)
-    if hasattr(like, "placements"):  # a DTensor
+    if new.shape != getattr(like, "shape", None):
+        return new
+    if hasattr(like, "placements"):
         # With the source None, no rank sends: each one takes its part of `new`.
         distribute = dist.tensor.distribute_tensor
-        new = distribute(new, like.device_mesh, like.placements, src_data_rank=None)
-    return torch.empty_like(like).copy_(new)
+        return distribute(new, like.device_mesh, like.placements, src_data_rank=None)
+    return torch.empty_like(like, dtype=new.dtype).copy_(new)
 
 
-def _check_and_reset_(model: nn.Module, optimizer: Optimizer, saved: State) -> State:
-    """Delete an optimizer's state and gradients. Return its initial state, by parameter name.
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and torch.compile.
 
-    saved: the state of the optimizer in the checkpoint. ValueError if it does not fit: a fused
-    optimizer would compute nonsense with it.
+    Only the outermost module can be wrapped. Compile a part of a model with its method compile().
     """
-    # If there are no gradients and no state, get_optimizer_state_dict creates the state: it does a
-    # step with zero gradients and learning rate 0.
-    optimizer.zero_grad(set_to_none=True)
-    optimizer.state.clear()
-    ours: State = _state_dict_functions().get_optimizer_state_dict(model, optimizer)
-    optimizer.state.clear()
-    for name, values in saved.get("state", {}).items():
-        if values:
-            own = ours["state"].get(name, {})
-            check_same(_flatten(values), _flatten(own), f"optimizer state of {name}: ")
-    return ours
-
-
-def _flatten(values: State) -> State:
-    """Return the optimizer state of a parameter, with one entry for each tensor of a list."""
-    return {
-        f"{key} {i or ''}".rstrip(): leaf
-        for key, value in values.items()
-        for i, leaf in enumerate(tree_leaves(value))
-    }
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = getattr(model, "_orig_mod", None) or model.module  # type: ignore[assignment]
+    return model
 
 
 def check_same(theirs: State, ours: State, where: str = "") -> None:
@@ -275,16 +242,12 @@ def save(
     an error in writing, the earlier checkpoints are untouched.
     """
     _check_state(state)
-    handled = sys.exception()  # the error that the caller is handling
     make_folder(folder)
     with _temporary_file(folder) as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:
-            # torch.save hides an OSError in __context__. But if the caller is handling an error,
-            # __context__ can also be that one.
-            context = error.__context__
-            raise context if isinstance(context, OSError) and context is not handled else error
+        except RuntimeError as error:  # torch.save hides an OSError in __context__.
+            raise error.__context__ if isinstance(error.__context__, OSError) else error
         file.flush()
         # Raise ValueError now if load() would refuse a class. "meta" tensors take no memory.
         _read_state(file.name, device="meta")
@@ -304,13 +267,9 @@ def load(folder: str, entry: Entry) -> State:
     if not entry.name.endswith(".pt"):
         raise NotImplementedError(f"{entry.name} is a sharded checkpoint; see extras/sharded.py")
     path = Path(folder, entry.name)
-    if not path.is_file():
-        raise OSError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] != entry.digest:
         raise ValueError("damaged: the content does not match the digest in the name")
-    # Not in save(), which may run in a thread: catch_warnings changes the filters of all threads.
-    with warnings.catch_warnings(action="ignore"):
-        state: State = _read_state(path, "cpu")
+    state: State = _read_state(path, "cpu")
     _check_state(state)
     return state
 
@@ -320,11 +279,9 @@ def _read_state(path: str | Path, device: str) -> Any:
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        # torch.load raises EINVAL for some truncated files.
-        disk_failed = isinstance(error, OSError) and error.errno != errno.EINVAL
         # This finds "memory" in torch's RuntimeError and "Memory" in MemoryError.
         no_memory = isinstance(error, (RuntimeError, MemoryError)) and "emory" in repr(error)
-        if disk_failed or no_memory:  # The file may be good.
+        if isinstance(error, OSError) or no_memory:  # The file may be good.
             raise
         raise ValueError(
             f"not a checkpoint: torch.load(weights_only=True) raised {type(error).__name__}"
@@ -420,25 +377,13 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 
 
 def prune(folder: str, keep: int) -> None:
-    """Call remove() for each checkpoint that superseded() returns.
+    """Delete the checkpoints that superseded() returns.
 
-    So the `keep` highest steps and the checkpoint with the lowest loss remain.
+    So the `keep` highest steps and the checkpoint with the lowest loss remain. OSError for a
+    sharded checkpoint, which is a folder: extras/sharded.py has functions that delete it.
     """
     for entry in superseded(list_checkpoints(folder), keep):
-        remove(folder, entry.name)
-
-
-def remove(folder: str, name: str) -> None:
-    """Delete the file of a checkpoint, if it exists.
-
-    A sharded checkpoint, which is a folder, is not deleted: even a good one only gets the ending
-    ".damaged". extras/sharded.py has functions that delete it.
-    """
-    path = Path(folder, name)
-    if path.is_dir():
-        set_aside(folder, name)
-    else:
-        path.unlink(missing_ok=True)
+        Path(folder, entry.name).unlink(missing_ok=True)
 
 
 def set_aside(folder: str, name: str) -> None:
@@ -462,8 +407,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     # Not the package filelock: without flock(), it waits for ever or leaves locks behind.
     if not fcntl:
         return None
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    file = os.fdopen(os.open(Path(folder, ".lock"), flags, 0o666), "r+")
+    file = open(Path(folder, ".lock"), "a+")
     end = time.monotonic() + timeout
     while True:
         try:
@@ -471,6 +415,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
             break
         except BlockingIOError:
             if time.monotonic() > end:
+                file.seek(0)
                 raise ValueError(f"in use by another run: {file.read()}") from None
             time.sleep(0.05)
         except OSError:
@@ -479,7 +424,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T')}")
     file.flush()
     for path in Path(folder).glob(f"{TEMPORARY}*"):
-        if path.is_dir():
+        if path.is_dir():  # of a sharded save
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
@@ -499,13 +444,10 @@ def write_text(folder: str, name: str, text: str) -> None:
 def append_text(folder: str, name: str, line: str) -> None:
     """Add a line to a file. `line` must end with a line break.
 
-    After an OSError, no part of the line is in the file. A power failure can lose the line.
+    After an OSError, a part of the line can be in the file. A power failure can lose the line.
     """
-    with open(Path(folder, name), "ab", buffering=0) as file:
-        end, data = file.tell(), line.encode()
-        if file.write(data) < len(data):
-            file.truncate(end)
-            raise OSError(f"{name}: only a part could be written")
+    with open(Path(folder, name), "a") as file:
+        file.write(line)
 
 
 def read_text(folder: str, name: str) -> str:

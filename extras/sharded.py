@@ -69,7 +69,7 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
     if write_sharded:
         group = dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
         save_one = partial(write, ckpt, group)
-        functions |= {"snapshot": snapshot, "restore_": partial(restore_, ckpt)}
+        functions |= {"snapshot": partial(snapshot, ckpt), "restore_": partial(restore_, ckpt)}
 
     def save(
         folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
@@ -111,8 +111,8 @@ def check_shared_folder(folder: str) -> None:
 def remove(ckpt: ModuleType, folder: str, name: str) -> None:
     """Delete a checkpoint, or a temporary file or folder, if it exists."""
     with suppress(FileNotFoundError):  # another process may have deleted it
-        if name.endswith(".pt") or not Path(folder, name).is_dir():
-            ckpt.remove(folder, name)
+        if not Path(folder, name).is_dir():
+            Path(folder, name).unlink()
         else:
             # What an interrupted deletion leaves must not have the name of a checkpoint.
             hidden = Path(folder, name).rename(Path(folder, ckpt.TEMPORARY + uuid.uuid4().hex))
@@ -132,22 +132,12 @@ def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
 
 def _names(model: nn.Module) -> tuple[dict[str, str], dict[Tensor, str]]:
     """Return {name: first name} and {tensor: first name}: a tied head has two names."""
-    tensors: dict[str, Tensor] = {}
-    # DDP adds "module." to names, and torch.compile adds "_orig_mod.".
-    replicas = [
-        f"{name}.module.".lstrip(".")
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.parallel.DistributedDataParallel)
-    ]
-    for name, value in model.state_dict(keep_vars=True).items():
+    tensors = model.state_dict(keep_vars=True)
+    for name, value in tensors.items():
         if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
             raise ValueError(
                 f"{name} is not a parameter or buffer; a sharded checkpoint has only these"
             )
-        for prefix in replicas:
-            if name.startswith(prefix):
-                name = name.replace(prefix, prefix.removesuffix("module."), 1)
-        tensors[name.replace("_orig_mod.", "")] = value
     first = {value: name for name, value in reversed(tensors.items())}
     return {name: first[value] for name, value in tensors.items()}, first
 
@@ -168,7 +158,7 @@ def _state_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor
     return tensors
 
 
-def snapshot(model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
+def snapshot(ckpt: ModuleType, model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
     """Return, for `write`, a copy on the CPU of what this rank writes. Every rank must call this.
 
     Rank 0 writes all buffers, because they can differ between ranks.
@@ -179,6 +169,7 @@ def snapshot(model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
             raise ValueError(
                 f"JSON cannot represent {name}, so a sharded checkpoint cannot have it"
             )
+    model = ckpt.unwrap(model)
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = _state_tensors(model, optimizers)
     names, first = _names(model)
@@ -431,6 +422,7 @@ def restore_(ckpt: ModuleType, state: State, model: nn.Module, optimizers: Optim
     count = len(manifest["optimizers"])
     if count != len(optimizers):
         raise ValueError(f"{count} optimizers in the checkpoint, {len(optimizers)} here")
+    model = ckpt.unwrap(model)
     _create_moments_(model, optimizers, {key.rsplit(".", 1)[0] for key in saved})
     ours = _state_tensors(model, optimizers)
     ckpt.check_same(saved, ours)

@@ -237,14 +237,6 @@ def buffers(world, folder, files):
     ]
 
 
-def wrapped_parts(world, folder, files):
-    """Return the names in a checkpoint of a model of which DDP wraps one part."""
-    model = nn.ModuleDict({"submodule": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
-    model["b"].my_extra_state = nn.Parameter(torch.ones(1))
-    model["b"] = model["c"] = nn.parallel.DistributedDataParallel(model["b"])
-    return files.snapshot(model, [])["manifest"]["names"]
-
-
 def refused(world, folder, files):
     """Return the messages for values that a sharded checkpoint cannot have."""
 
@@ -283,7 +275,7 @@ def every_job(folder, world):
     files.check_shared_folder(folder)
     write(world, folder, files)
     found = {"read": read(world, folder, files, 3)}
-    for job in (few_rows, full, nan, columns, apart, wrong, buffers, wrapped_parts, refused):
+    for job in (few_rows, full, nan, columns, apart, wrong, buffers, refused):
         found[job.__name__] = job(world, folder, files)
     return found
 
@@ -308,14 +300,6 @@ WRITERS = pytest.mark.parametrize(
 def test_buffers_that_differ_between_ranks_are_those_of_rank_0(ranks, size):
     for result in ranks[0](size):
         assert result["buffers"] == [[1.0, 1.0]] * 6
-
-
-@SIZES
-def test_names_in_a_sharded_checkpoint_have_no_prefix_of_a_wrapped_part(ranks, size):
-    names = {f"submodule.{kind}": f"submodule.{kind}" for kind in ("weight", "bias")}
-    kinds = ("my_extra_state", "weight", "bias")
-    names |= {f"{part}.{kind}": f"b.{kind}" for part in "bc" for kind in kinds}
-    assert all(result["wrapped_parts"] == names for result in ranks[0](size))
 
 
 @SIZES
@@ -698,14 +682,6 @@ def test_a_folder_whose_deletion_breaks_off_is_not_listed_and_goes_with_the_lock
         assert os.listdir(tmp_path) == [".lock"]
         with pytest.raises(ValueError, match="in use"):
             files.lock(f"{tmp_path}", timeout=0.0)
-
-
-def test_a_folder_with_the_name_of_a_file_is_set_aside_and_not_deleted(files, tmp_path):
-    path = make_sharded(tmp_path)
-    path = path.rename(f"{path}.pt")
-    files.remove(f"{tmp_path}", path.name)
-    assert os.listdir(tmp_path) == [f"{path.name}.damaged"]
-    assert len(os.listdir(f"{path}.damaged")) == 2
 
 
 def test_sharded_checkpoints_are_pruned_while_whole_ones_are_saved(files, tmp_path):
