@@ -13,6 +13,7 @@ import traceback
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -161,16 +162,13 @@ def wait_for_one_another(kind: str) -> None:
     Unless torch.compile is imitated (by code in a file of its name), gloo's timeout is an hour, so
     that only the thread of process_group can end a rank.
     """
-    wrong_order = "nobody waits, but the ends of collectives were written in the wrong order"
-    if kind in ("the store is lost", wrong_order):
-        # gloo would notice a lost store at once. Imitate NCCL, which waits in a collective. In a
-        # wrong order, gloo gives the same numbers, but all collectives have ended ("retired").
-        pending = {"last_enqueued_collective": 2, "last_completed_collective": 1}
-        entries = [{"retired": True}, {"retired": kind == wrong_order}]
-        status = json.dumps({"pg_status": {"0": pending}, "entries": entries})
+    if kind == "the store is lost":
+        # gloo would notice a lost store at once. Imitate NCCL, which waits in a collective.
+        status = json.dumps({"entries": [{"record_id": 0, "retired": False}]})
         torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
     init = dist.init_process_group
-    hour = {} if "compiles" in kind else {"timeout": timedelta(hours=1)}
+    short = "compiles" in kind or "while the group is made" in kind
+    hour = {} if short else {"timeout": timedelta(hours=1)}
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if kind == "rank 1 is stopped while the group is made" and kwargs["rank"] == 1:
@@ -178,8 +176,10 @@ def wait_for_one_another(kind: str) -> None:
         init(*args, **{**kwargs, **hour})  # here the group is made
 
     dist.init_process_group = init_process_group
-    connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
-    ddp_setup._connect_to_store = lambda env, address, _: connect(env, address, 60)
+    new_store = ddp_setup._new_store
+    # The first time, because on a busy machine, a rank may start late.
+    limits = chain([60], repeat(4))
+    ddp_setup._new_store = lambda env, address, _: new_store(env, address, next(limits))
     if kind == "rank 1 does not join the second group":
         with ddp_setup.process_group("cpu") as world:
             dist.barrier()

@@ -94,10 +94,10 @@ def traffic(size, function):
 
 
 def start(env, store):
-    """What a rank does at its start under torchrun, before the process group exists."""
+    """What a rank does at its start, before the process group exists."""
     if env.rank == 0:  # rank 0 asks again every 2 ms: start it when all others have started
         store.store.wait([f"request {rank}" for rank in range(1, env.size)], TIMEOUT)
-    ddp_setup._agree_on_run_id(store, env, 600)
+    ddp_setup._agree_on_id(store, env, 600)
 
 
 def gloo(env, store):
@@ -115,10 +115,7 @@ def failure(env, store):
 
 def hang(env, store):
     """What each rank does while all are stuck in a collective, until it ends."""
-    main = threading.main_thread().ident
-    joined = threading.Event()
-    joined.set()
-    ddp_setup._watch_ranks(env, store, 4, False, main, joined, threading.Event())
+    ddp_setup._watch_ranks(env, store, 4, False, threading.Event())
 
 
 def end_thread(_):
@@ -128,8 +125,7 @@ def end_thread(_):
 def traffic_of_hang(size):
     """Return each rank's traffic until it ends, in 21 intervals, because it is stuck."""
     here = {threading.main_thread().ident: sys._getframe()}
-    status = {"0": {"last_enqueued_collective": 1, "last_completed_collective": 0}}
-    stuck = {"pg_status": status, "entries": [{"retired": False}]}
+    stuck = {"entries": [{"record_id": 0, "retired": False}]}
     with ExitStack() as patches:
         for module, name, value in (
             (torch._C._distributed_c10d, "_dump_fr_trace_json", lambda *_: json.dumps(stuck)),
