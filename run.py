@@ -205,13 +205,12 @@ def train(flags: Flags, given: set[str]) -> int:
     ):
         # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
         rank0 = world.rank == 0
-        # Ranks with different flags would train different runs. Only paths may differ: load_data
-        # compares the data.
-        shared = given - {"data", "out", "init_from", "tokenizer"}
-        ours = {name: getattr(flags, name) for name in shared}
-        theirs = ddp_setup.from_rank_zero(lambda: ours, world)
-        if different := {name for name, _ in ours.items() ^ theirs.items()}:
-            raise ValueError(f"--{min(different).replace('_', '-')} is not the same on all ranks")
+        # Ranks with different flags would train different runs.
+        theirs = ddp_setup.from_rank_zero(lambda: vars(flags), world)
+        if different := vars(flags).items() - theirs.items():
+            raise ValueError(
+                f"--{min(different)[0].replace('_', '-')} is not the same on all ranks"
+            )
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
@@ -225,9 +224,6 @@ def train(flags: Flags, given: set[str]) -> int:
         start_step = saved.get("step", 0)
         if flags.min_lr > flags.lr:
             raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
-        if world.device.type == "mps" and flags.checkpoint_activations and flags.dropout:
-            # Dropout would differ in the second forward pass: PyTorch issue 127676.
-            raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
 
         with usage_errors(advice=MOVED if start_step else ""):
             corpus, plan, val_plan = load_data(flags, given, saved, world)
@@ -251,7 +247,12 @@ def train(flags: Flags, given: set[str]) -> int:
         machine: Values = {"ranks": world.size}
         with suppress(FileNotFoundError):  # for mfu and a memory check
             machine |= extra("machine").check_and_describe(
-                world.device, dtype, world.size, flags.strategy, config
+                world.device,
+                dtype,
+                world.size,
+                flags.strategy,
+                config,
+                flags.checkpoint_activations,
             )
         peak_flops = machine.get("peak_flops", math.nan)
 

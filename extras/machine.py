@@ -48,14 +48,23 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def check_and_describe(
-    device: torch.device, dtype: torch.dtype, ranks: int, strategy: str, config: Any
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: int,
+    strategy: str,
+    config: Any,
+    checkpoint_activations: bool,
 ) -> dict[str, Any]:
     """Return what config.json says of the machine: torch, device, and the peak FLOP/s of all ranks.
 
-    On a CPU, also call keep_freed_memory(). ValueError if a GPT of these sizes (a gpt.Config)
-    cannot be trained in the memory of a device: a weight, its gradient and one moment take 12
-    bytes. Under "ddp" each rank holds all weights.
+    On a CPU, also call keep_freed_memory().
+    config: a gpt.Config. ValueError if a GPT of these sizes cannot be trained in the memory of a
+    device: a weight, its gradient and one moment take 12 bytes. Under "ddp" each rank holds all
+    weights. ValueError also if dropout would be wrong, on MPS.
     """
+    if device.type == "mps" and checkpoint_activations and config.dropout:
+        # Dropout would differ in the second forward pass: PyTorch issue 127676.
+        raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
     if device.type == "cpu":
         keep_freed_memory()
     parameters = 12 * config.layers * config.embd**2 + config.vocab * config.embd

@@ -581,15 +581,6 @@ def test_config_json_has_the_flags_and_the_number_of_ranks(done, text):
     assert {key: config[key] for key in expected} == expected
 
 
-def test_the_lock_file_is_not_followed_if_it_is_a_link(text, tmp_path):
-    victim, out = tmp_path / "victim", tmp_path / "out"
-    victim.write_text("precious")
-    out.mkdir()
-    (out / ".lock").symlink_to(victim)
-    assert_one_line(run(*TINY, "--data", text, "--steps", 1, "--out", out), ".lock")
-    assert victim.read_text() == "precious"
-
-
 def test_files_are_made_with_the_umask_of_the_user(text, tmp_path):
     private = ["sh", "-c", 'umask 077; exec "$@"', "sh", sys.executable, "run.py"]
     out = tmp_path / "out"

@@ -4,7 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, ROOT
+
+import gpt
+from extras import machine
 
 PAGE_FAULTS = """
 import resource, torch, extras.machine
@@ -28,3 +32,9 @@ def test_freed_memory_is_not_requested_from_the_system_again():
         env=ENVIRONMENT,
     )
     assert ran.returncode == 0 and int(ran.stdout) < 100, ran
+
+
+def test_dropout_that_would_be_wrong_on_mps_is_refused():
+    config = gpt.Config(vocab=65, block_size=8, layers=1, heads=1, embd=8, dropout=0.1)
+    with pytest.raises(ValueError, match="on MPS, --checkpoint-activations works only without"):
+        machine.check_and_describe(torch.device("mps"), torch.float32, 1, "ddp", config, True)
