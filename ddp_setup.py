@@ -139,24 +139,27 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     # Switch on torch's flight recorder, which _watch_ranks reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     store = _new_store(env, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
-    exit_request, block_ended = None, threading.Event()
+    exit_request, joined, block_ended = None, threading.Event(), threading.Event()
     try:
         world = _select_device(device, env)
         cuda = world.device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=store,
-            rank=env.rank,
-            world_size=env.size,
-            # _watch_ranks ends the process earlier, unless a rank compiles or the store does not
-            # answer.
-            timeout=timedelta(seconds=2 * timeout),
-            device_id=world.device if cuda else None,  # With this argument, NCCL connects now.
-        )
         # A second connection, because the main thread may block the first one.
         connection = store.clone()  # type: ignore[attr-defined]
-        watcher = _in_thread(lambda: _watch_ranks(env, connection, timeout, cuda, block_ended))
+        watcher = _in_thread(
+            lambda: _watch_ranks(env, connection, timeout, cuda, joined, block_ended)
+        )
         try:
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                store=store,
+                rank=env.rank,
+                world_size=env.size,
+                # _watch_ranks ends the process earlier, unless a rank compiles or the store does
+                # not answer.
+                timeout=timedelta(seconds=2 * timeout),
+                device_id=world.device if cuda else None,  # With this argument, NCCL connects now.
+            )
+            joined.set()
             yield world
         except SystemExit as error:
             if error.code:
@@ -297,7 +300,12 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
 
 
 def _watch_ranks(
-    env: World, store: dist.Store, timeout: float, cuda: bool, block_ended: threading.Event
+    env: World,
+    store: dist.Store,
+    timeout: float,
+    cuda: bool,
+    joined: threading.Event,
+    block_ended: threading.Event,
 ) -> None:
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
@@ -331,7 +339,7 @@ def _watch_ranks(
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
         collectives = json.loads(dump(True, False)).get("entries", [])
-        waiting = not all(each["retired"] for each in collectives)
+        waiting = not joined.is_set() or not all(each["retired"] for each in collectives)
         progress = [(each["record_id"], each["retired"]) for each in collectives]
         count = 0
         with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.

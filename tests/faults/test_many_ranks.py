@@ -115,7 +115,9 @@ def failure(env, store):
 
 def hang(env, store):
     """What each rank does while all are stuck in a collective, until it ends."""
-    ddp_setup._watch_ranks(env, store, 4, False, threading.Event())
+    joined = threading.Event()
+    joined.set()
+    ddp_setup._watch_ranks(env, store, 4, False, joined, threading.Event())
 
 
 def end_thread(_):
