@@ -190,7 +190,7 @@ def _receive(value: Any, like: Any) -> Any:
     if hasattr(like, "placements"):
         # With the source None, no rank sends: each one takes its part of `new`.
         distribute = dist.tensor.distribute_tensor
-        return distribute(new, like.device_mesh, like.placements, src_data_rank=None)
+        new = distribute(new, like.device_mesh, like.placements, src_data_rank=None)
     return torch.empty_like(like, dtype=new.dtype).copy_(new)
 
 

@@ -533,6 +533,16 @@ def restore_unusual_in_a_group(path):
         tree_map_only(DTensor, DTensor.to_local, everything(*pair)) for pair in pairs
     )
     assert same(resumed, stopped)
+    # With real shards, no part keeps the memory of the whole tensor.
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.Adam(model.parameters())
+    take_step(model, optimizer, (8, 4))
+    before = copy.deepcopy(everything(model, [optimizer]))
+    ckpt.restore_(ckpt.snapshot(model, [optimizer]), model, [optimizer])
+    after = everything(model, [optimizer])
+    assert same(*(tree_map_only(DTensor, DTensor.to_local, each) for each in (after, before)))
+    parts = tensors_in(after)
+    assert len(parts) == 8 and all(t.untyped_storage().nbytes() == t.nbytes for t in parts)
     dist.destroy_process_group()
     time.sleep(0.1)  # see restore_in_a_group
 
