@@ -37,10 +37,14 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import nn
+# The parent can end during the slow import of torch, so its id is read first. The key is the id of
+# this process, because a forked child inherits this dict, but has another parent.
+PARENT_PID = {os.getpid(): os.getppid()}
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from torch import nn  # noqa: E402
 
 T = TypeVar("T")
 # Files under these paths are libraries. All other files belong to the user's program.
@@ -113,8 +117,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     of Exception) leaves the block, all ranks end:
     - The rank that failed first raises its own exception.
     - If a rank was killed or lost, another rank raises ConnectionError, which names the ranks that
-      did not answer. If the store is lost too, each rank raises ConnectionError. With most
-      launchers, rank 0 holds the store. Under spawn, the parent process reports a killed rank.
+      did not answer. Under spawn, the parent process reports the lost rank instead. If the store is
+      lost too, each rank raises ConnectionError. With most launchers, rank 0 holds the store.
     - If all ranks failed in torch.distributed, one of them raises torch's own exception.
     - All other ranks raise SystemExit in place of their exception. Python prints nothing for it.
       The exit code is the attribute `exit_code` of the replaced exception, else 1.
@@ -129,7 +133,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     """
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
-        _die_with_parent(os.getppid())
+        _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if env.size == 1:
         yield _select_device(device, env)
         return
@@ -138,15 +142,18 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Switch on torch's flight recorder, which _watch_ranks reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    store = _new_store(env, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
-    exit_request, joined, block_ended = None, threading.Event(), threading.Event()
+    store = _connect_to_store(env, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
+    exit_request, main = None, threading.get_ident()
+    joined, block_ended = threading.Event(), threading.Event()
     try:
+        # Each group needs its own keys. All ranks count their groups, so they get the same number.
+        store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
         world = _select_device(device, env)
         cuda = world.device.type == "cuda"
         # A second connection, because the main thread may block the first one.
         connection = store.clone()  # type: ignore[attr-defined]
         watcher = _in_thread(
-            lambda: _watch_ranks(env, connection, timeout, cuda, joined, block_ended)
+            lambda: _watch_ranks(env, connection, timeout, cuda, main, joined, block_ended)
         )
         try:
             dist.init_process_group(
@@ -221,35 +228,32 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     return cpus
 
 
-def _new_store(env: World, address: str, timeout: float) -> dist.Store:
-    """Return an empty key-value store that all ranks share. Every rank must call this."""
+@functools.cache
+def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
+    """Connect to the store, a TCPStore of torch that all ranks share.
+
+    The cache keeps the connection. Otherwise rank 0 could close the store after a process group,
+    while another rank has already connected for the next one.
+    """
     try:
-        store = _connect(address, timeout)
-        return dist.PrefixStore(_agree_on_id(store, env, timeout), store)
+        # rendezvous reads the address from the environment itself.
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        # torchrun keeps all keys of its store when it restarts the ranks. So each start needs its
+        # own prefix.
+        restarts = "TORCHELASTIC_RUN_ID" in os.environ
+        return dist.PrefixStore(_agree_on_run_id(store, env, timeout) if restarts else "0", store)
     except dist.DistError as error:
         raise ConnectionError(
             f"rank {env.rank}: not all {env.size} ranks connected to {address} ({error})"
         ) from error
 
 
-@functools.cache
-def _connect(address: str, timeout: float) -> dist.Store:
-    """Connect to a TCPStore of torch. The cache keeps the connection.
-
-    Otherwise rank 0 could close the store after a process group, while another rank has already
-    connected for the next one.
-    """
-    # rendezvous reads the address from the environment itself.
-    store: dist.Store = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]
-    return store
-
-
-def _agree_on_id(store: dist.Store, env: World, timeout: float) -> str:
-    """Return an id that is the same on all ranks and new for each call.
+def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
+    """Return an id that is the same on all ranks and new for each start of the ranks.
 
     Each rank makes a random word. The word of rank 0 is the id. Each other rank writes its word
-    and waits for the reply to it. torchrun keeps the keys of its store when it restarts the ranks,
-    so rank 0 can find an old word. It replies until each rank confirms the id.
+    and waits for the reply to it. Rank 0 can find an old word, from before a restart, so it replies
+    until each rank confirms the id.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """
@@ -257,9 +261,9 @@ def _agree_on_id(store: dist.Store, env: World, timeout: float) -> str:
     word = uuid.uuid4().hex
     if env.rank:
         store.set(f"request {env.rank}", word)
-        id = store.get(f"reply to {word}").decode()
-        store.set(f"{id} confirmed {env.rank}", "")
-        return id
+        run_id = store.get(f"reply to {word}").decode()
+        store.set(f"{run_id} confirmed {env.rank}", "")
+        return run_id
     for rank in range(1, env.size):
         while not store.check([f"{word} confirmed {rank}"]):
             if time.monotonic() > end:
@@ -304,13 +308,14 @@ def _watch_ranks(
     store: dist.Store,
     timeout: float,
     cuda: bool,
+    main: int,
     joined: threading.Event,
     block_ended: threading.Event,
 ) -> None:
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
-    This runs in a thread of each rank. The main thread waits in a collective, so no exception can
-    be raised there.
+    This runs in a thread of each rank. The thread `main`, which called process_group, waits in a
+    collective, so no exception can be raised there.
 
     An interval is 1/20 of the timeout. In each interval, each rank adds 1 to the same counter in
     the store. So this counter serves as a clock. The rank also stores the new count and the line
@@ -321,7 +326,6 @@ def _watch_ranks(
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
-    main = threading.main_thread().ident or 0
     keys = [f"state of {rank}" for rank in range(env.size)]
     before = None  # `progress`, one interval ago
     counts = list[int]()  # values of the counter while this rank was stuck
@@ -526,16 +530,19 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     and SIGUSR1 are blocked in it and in the processes that it starts. `fn` must be at the top level
     of a module, and `args` must be picklable. The script needs `if __name__ == "__main__":`.
 
-    If a rank ends with another code than 0, the others get 4 seconds to end and are then killed. If
-    a signal kills a rank, the others are killed at once. After a stop signal, this process sends
-    SIGTERM to all ranks and continues to wait. A second SIGINT ends it with exit code 130. If this
-    process dies, Linux kills its ranks.
+    If a rank ends with another code than 0, the others get 4 seconds to end and are then killed.
+    After a stop signal, this process sends SIGTERM to all ranks and continues to wait. A second
+    SIGINT ends it with exit code 130. If this process dies, Linux kills its ranks.
 
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
         are killed.
 
-    The result is 0, or the exit code of the rank that first ended with an error. ChildProcessError,
-    with the name of the rank, if a signal killed it, or if a rank did not end within `timeout`.
+    The first of these rules that applies decides the result:
+    - If all ranks end with the same exit code (not by a signal), it is returned.
+    - If the rank that ended first with an error ended with 130, as after Ctrl-C, 130 is returned.
+    - If a rank has reported an error through process_group, the code of the rank that ended first
+      with an error is returned, or 1 if a signal killed it.
+    - Otherwise, ChildProcessError is raised. Its message names the rank that failed or did not end.
     ValueError if size < 1, on Windows, and if `fn` or `args` are from a notebook.
     """
     if size < 1:
@@ -550,7 +557,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
         raise ValueError("several processes on Windows are not supported: use WSL2")
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    _store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
     with stop_signals() as stop_requested:
         # The ranks inherit the blocked signals, so that a stop signal waits until a rank calls
         # stop_signals. The resource tracker of multiprocessing would unblock them when it starts,
@@ -561,41 +568,48 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
             context = mp.spawn(_run_rank, (os.getpid(), port, size, fn, *args), size, join=False)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        return _wait_for_ranks(context.processes, stop_requested, timeout)
+        return _wait_for_ranks(context.processes, stop_requested, timeout, store)
 
 
-def _wait_for_ranks(ranks: list[Any], stop_requested: Callable[[], bool], timeout: float) -> int:
+def _wait_for_ranks(
+    ranks: list[Any], stop_requested: Callable[[], bool], timeout: float, store: dist.Store
+) -> int:
     """Wait until all ranks have ended, as `spawn` describes.
 
     torch's ProcessContext.join does not notice a rank that hangs after another has ended with 0.
     """
-    to_stop, deadline, code, problem = [*ranks], math.inf, 0, ""
-    codes: list[int | None] = [None]
-    while None in codes:
-        time.sleep(0.02)
-        now, codes = time.monotonic(), [rank.exitcode for rank in ranks]
+    to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
+    while True:
+        now = time.monotonic()
+        codes = [rank.exitcode for rank in ranks]
         if not code and any(codes):
             code = next(filter(None, codes))
+            failed = codes.index(code)
+            # If no rank has reported the error yet, this process does, and then no rank will.
+            # "0" is the prefix of _connect_to_store.
+            group = store.add(f"0/groups of {failed}", 0)
+            if store.add(f"0/group {group}/reported", 1) == 1:
+                problem = f"rank {failed} ended with exit code {code}"
+                if code < 0:
+                    problem = f"rank {failed} was killed by {signal.Signals(-code).name}"
             deadline = now + 4
-            if code < 0:
-                problem = f"rank {codes.index(code)} was killed by {signal.Signals(-code).name}"
-                # The others wait for a second before they report that they lost this rank.
-                deadline = now
-        elif 0 in codes:
+        if None not in codes:
+            break
+        if 0 in codes:
             deadline = min(deadline, now + timeout)
-        if now >= deadline and None in codes:
-            hanging = f"rank {codes.index(None)} had not ended {timeout:g} s after another rank"
-            problem = problem if code else hanging
+        if now >= deadline:
+            if not code:
+                code = 1
+                problem = f"rank {codes.index(None)} had not ended {timeout:g} s after another rank"
             for rank in ranks:
                 rank.kill()
-                rank.join()
-            break
         # Only one SIGTERM for each rank: a second could come when the rank no longer catches it.
         while to_stop and stop_requested():
             to_stop.pop().terminate()
-    if problem:
+        time.sleep(0.02)
+    if problem and code != 130 and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
-    return code
+    return 1 if code < 0 else code
 
 
 def _run_rank(

@@ -13,7 +13,6 @@ import traceback
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +174,8 @@ def wait_for_one_another(kind: str) -> None:
         init(*args, **{**kwargs, **hour})  # here the group is made
 
     dist.init_process_group = init_process_group
-    new_store = ddp_setup._new_store
-    # The first time, because on a busy machine, a rank may start late.
-    limits = chain([60], repeat(4))
-    ddp_setup._new_store = lambda env, address, _: new_store(env, address, next(limits))
+    connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
+    ddp_setup._connect_to_store = lambda env, address, _: connect(env, address, 60)
     if kind == "rank 1 does not join the second group":
         with ddp_setup.process_group("cpu") as world:
             dist.barrier()

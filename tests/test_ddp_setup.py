@@ -566,18 +566,15 @@ def test_a_rank_that_was_stopped_in_a_compilation_does_not_keep_the_others_waiti
     ]
 
 
-def test_a_rank_that_is_missing_while_the_group_is_made_is_named(runs):
-    ended = runs("rank 1 is stopped while the group is made")
+@pytest.mark.parametrize(
+    "run", ["rank 1 is stopped while the group is made", "rank 1 does not join the second group"]
+)
+def test_a_rank_that_is_missing_while_the_group_is_made_is_named(runs, run):
+    ended = runs(run)
     waits = line_of("init(*args, **{**kwargs, **hour})")
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
     ]
-
-
-def test_a_rank_that_does_not_join_the_second_group_is_named(runs):
-    ended = runs("rank 1 does not join the second group")
-    line = "rank 0: no answer from rank 1 (timed out after 4 s)"
-    assert (ended.codes, ended.lines()) == ([1], [line])
 
 
 def test_importing_the_compiler_does_not_count_as_compiling(runs):
@@ -645,9 +642,12 @@ def test_a_rank_that_hangs_after_another_has_ended_is_killed_and_named(runs):
 
 
 def test_sys_exit_of_one_rank_with_a_code_is_named_once(runs):
+    """By the parent process, unless the machine is so busy that rank 0 is first, after 1 s."""
     ended = runs("exit_7")
-    lost = ["rank 0: no answer from rank 1 (connection lost)"]
-    assert (ended.codes, ended.lines()) == ([7], lost)
+    assert (ended.codes, ended.lines()) in [
+        ([1], ["spawn: rank 1 ended with exit code 7"]),
+        ([7], ["rank 0: no answer from rank 1 (connection lost)"]),
+    ]
 
 
 def test_a_second_ctrl_c_to_one_rank_only_ends_all_without_a_message(runs):

@@ -94,10 +94,10 @@ def traffic(size, function):
 
 
 def start(env, store):
-    """What a rank does at its start, before the process group exists."""
+    """What a rank does at its start under torchrun, before the process group exists."""
     if env.rank == 0:  # rank 0 asks again every 2 ms: start it when all others have started
         store.store.wait([f"request {rank}" for rank in range(1, env.size)], TIMEOUT)
-    ddp_setup._agree_on_id(store, env, 600)
+    ddp_setup._agree_on_run_id(store, env, 600)
 
 
 def gloo(env, store):
@@ -115,9 +115,10 @@ def failure(env, store):
 
 def hang(env, store):
     """What each rank does while all are stuck in a collective, until it ends."""
+    main = threading.main_thread().ident
     joined = threading.Event()
     joined.set()
-    ddp_setup._watch_ranks(env, store, 4, False, joined, threading.Event())
+    ddp_setup._watch_ranks(env, store, 4, False, main, joined, threading.Event())
 
 
 def end_thread(_):
