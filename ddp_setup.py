@@ -327,7 +327,7 @@ def _watch_ranks(
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.size)]
-    before = None  # `progress`, one interval ago
+    before = None  # `numbers`, one interval ago
     counts = list[int]()  # values of the counter while this rank was stuck
     while not block_ended.wait(timeout / 20):
         # traceback.extract_stack would read source files. Their storage can hang.
@@ -342,17 +342,24 @@ def _watch_ranks(
         # there the file is only being imported.
         compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
         compiles = bool(re.search(compiler, f"{stacks}"))
-        collectives = json.loads(dump(True, False)).get("entries", [])
-        waiting = not joined.is_set() or not all(each["retired"] for each in collectives)
-        progress = [(each["record_id"], each["retired"]) for each in collectives]
+        numbers = [
+            (group["last_enqueued_collective"], group["last_completed_collective"])
+            for group in json.loads(dump(False, True))["pg_status"].values()
+        ]
+        waiting = any(a != b for a, b in numbers)
+        if waiting and not cuda:
+            # With gloo, "last completed" can be too low, because threads write it in any order.
+            entries = json.loads(dump(True, False)).get("entries", [])
+            waiting = not all(entry["retired"] for entry in entries)
+        waiting = waiting or not joined.is_set()
         count = 0
         with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.
             count = store.add("counter", 1)
             store.set(keys[env.rank], json.dumps([count, next(program, "a library")]))
-            progress.append((store.add("compiled", compiles), True))  # changes if a rank compiles
+            numbers.append((store.add("compiled", compiles), 0))  # changes if a rank compiles
             waiting = waiting or store.add("reported", 0) > 0
-        counts = [*counts, count] if waiting and progress == before else []
-        before = progress
+        counts = [*counts, count] if waiting and numbers == before else []
+        before = numbers
         if len(counts) < 20:
             continue
         ranks = ["no answer from rank 0"]

@@ -161,9 +161,13 @@ def wait_for_one_another(kind: str) -> None:
     Unless torch.compile is imitated (by code in a file of its name), gloo's timeout is an hour, so
     that only the thread of process_group can end a rank.
     """
-    if kind == "the store is lost":
-        # gloo would notice a lost store at once. Imitate NCCL, which waits in a collective.
-        status = json.dumps({"entries": [{"record_id": 0, "retired": False}]})
+    wrong_order = "nobody waits, but the ends of collectives were written in the wrong order"
+    if kind in ("the store is lost", wrong_order):
+        # gloo would notice a lost store at once. Imitate NCCL, which waits in a collective. In a
+        # wrong order, gloo gives the same numbers, but all collectives have ended ("retired").
+        pending = {"last_enqueued_collective": 2, "last_completed_collective": 1}
+        entries = [{"retired": True}, {"retired": kind == wrong_order}]
+        status = json.dumps({"pg_status": {"0": pending}, "entries": entries})
         torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
     init = dist.init_process_group
     hour = {} if "compiles" in kind else {"timeout": timedelta(hours=1)}

@@ -48,6 +48,7 @@ HANGING = (  # ranks that spawn() starts
 )
 HEALTHY = (  # ranks without a launcher, which start sooner
     "nobody waits",
+    "nobody waits, but the ends of collectives were written in the wrong order",
     "in a group of their own",
     "rank 1 compiles",
     "rank 1 compiles kernels",

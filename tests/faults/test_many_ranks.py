@@ -128,7 +128,8 @@ def end_thread(_):
 def traffic_of_hang(size):
     """Return each rank's traffic until it ends, in 21 intervals, because it is stuck."""
     here = {threading.main_thread().ident: sys._getframe()}
-    stuck = {"entries": [{"record_id": 0, "retired": False}]}
+    status = {"0": {"last_enqueued_collective": 1, "last_completed_collective": 0}}
+    stuck = {"pg_status": status, "entries": [{"retired": False}]}
     with ExitStack() as patches:
         for module, name, value in (
             (torch._C._distributed_c10d, "_dump_fr_trace_json", lambda *_: json.dumps(stuck)),
