@@ -86,9 +86,9 @@ class Found(NamedTuple):
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
     """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
-    Every rank must call this. In a process group, ranks above 0 only get `more`. The names are
-    those of the model without its wrappers: see unwrap. An optimizer that has no state yet becomes
-    {}. The copies share no memory with the model, so training can continue at once.
+    Every rank must call this. In a process group, ranks above 0 get {} in place of the states. The
+    names are those of the model without its wrappers: see unwrap. An optimizer that has no state
+    yet becomes {}. The copies share no memory with the model, so training can continue at once.
 
     optimizers: all their parameters must be parameters of the model. more: tensors and plain Python
     values, for example the state of a scheduler. They are not copied: do not change them before
@@ -120,7 +120,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
         return tensor.detach().to("cpu", copy=True) if rank0 else None
 
     copies = tree_map_only(Tensor, to_cpu, state)
-    return {**(copies if rank0 else {}), **more}
+    return {**(copies if rank0 else dict.fromkeys(state, {})), **more}
 
 
 def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
