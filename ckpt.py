@@ -40,6 +40,7 @@ import shutil
 import socket
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -267,9 +268,13 @@ def load(folder: str, entry: Entry) -> State:
     if not entry.name.endswith(".pt"):
         raise NotImplementedError(f"{entry.name} is a sharded checkpoint; see extras/sharded.py")
     path = Path(folder, entry.name)
+    if not path.is_file():
+        raise OSError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] != entry.digest:
         raise ValueError("damaged: the content does not match the digest in the name")
-    state: State = _read_state(path, "cpu")
+    # Not in save(), which may run in a thread: catch_warnings changes the filters of all threads.
+    with warnings.catch_warnings(action="ignore"):
+        state: State = _read_state(path, "cpu")
     _check_state(state)
     return state
 

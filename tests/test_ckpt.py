@@ -972,8 +972,8 @@ def test_newest_raises_if_there_are_checkpoints_but_none_verifies(folder):
 
 @pytest.mark.parametrize(
     "replace",
-    [os.mkdir, lambda path: os.symlink("nowhere", path)],
-    ids=["folder", "dangling link"],
+    [os.mkdir, lambda path: os.symlink("nowhere", path), os.mkfifo],
+    ids=["folder", "dangling link", "pipe"],
 )
 def test_what_is_not_a_file_is_named_and_the_checkpoint_before_it_is_used(folder, replace):
     old, new = (ckpt.save(folder, some_state(step), step) for step in (10, 20))
