@@ -384,11 +384,15 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 def prune(folder: str, keep: int) -> None:
     """Delete the checkpoints that superseded() returns.
 
-    So the `keep` highest steps and the checkpoint with the lowest loss remain. OSError for a
-    sharded checkpoint, which is a folder: extras/sharded.py has functions that delete it.
+    So the `keep` highest steps and the checkpoint with the lowest loss remain. A sharded
+    checkpoint, which is a folder, is not deleted, but set aside: see extras/sharded.py.
     """
     for entry in superseded(list_checkpoints(folder), keep):
-        Path(folder, entry.name).unlink(missing_ok=True)
+        path = Path(folder, entry.name)
+        if path.is_dir():
+            set_aside(folder, entry.name)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def set_aside(folder: str, name: str) -> None:

@@ -1211,6 +1211,14 @@ def test_a_url_and_an_empty_name_are_refused_and_nothing_is_made(name, tmp_path,
     assert os.listdir(tmp_path) == []
 
 
+def test_a_folder_with_the_name_of_a_checkpoint_is_set_aside_by_prune(folder):
+    old = ckpt.save(folder, some_state(1), 1)
+    Path(folder, old.name).unlink()
+    Path(folder, old.name).mkdir()
+    new = ckpt.save(folder, some_state(2), 2, keep=1)
+    assert names(folder) == sorted([f"{old.name}.damaged", new.name])
+
+
 def test_the_current_folder_can_be_named_by_a_dot(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     entry = ckpt.save(".", some_state(1), 1)

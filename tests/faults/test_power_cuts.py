@@ -683,7 +683,7 @@ def record_set_aside(folder: Path, sharded_saves: Scenario) -> Scenario:
     names = [entry.name for entry in entries if entry.step in (3, 5)]
     damage(Path(out, names[0], "__0_0.distcp"), make_state(3, 60))
     damage(Path(out, names[1]), make_state(5, 5))
-    ckpt.remove(out, entries[-2].name)
+    Path(out, entries[-2].name).unlink()
     check = functools.partial(check_and_continue, BOTH, names)
     continuing = in_one_process(functools.partial(continue_each, BOTH))
     trace = record(folder, functools.partial(continue_run, BOTH, out))
