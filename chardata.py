@@ -56,7 +56,7 @@ class Corpus(NamedTuple):
     kind: str  # "char", "byte" or "ids"
     chars: str  # for kind "char": id i is chars[i]
     digest: str  # digest(tokens, chars)
-    stamps: tuple[Stamp, ...]  # for verify_unchanged(); none for kind "char"
+    stamps: tuple[Stamp, ...]  # of the files that verify_unchanged() checks
 
 
 class BatchPlan(NamedTuple):
@@ -450,7 +450,7 @@ def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
 def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
     """Return this rank's part of a random permutation of range(n), (k,) int64.
 
-    Over all ranks, each index occurs exactly once. k differs by at most one between ranks. The
+    n: at least 1. Over all ranks, each index occurs exactly once. k differs by at most one between ranks. The
     array can be the sampler of a torch DataLoader. Make a new DataLoader for each epoch.
     """
     return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))

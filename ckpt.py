@@ -239,8 +239,9 @@ def save(
     prune(folder, keep) follows. If the folder has checkpoints with higher steps, prune() can delete
     the new one at once. Damaged checkpoints count too, until set_aside().
 
-    ValueError if load() would refuse the file, for example because of NaN, or if keep < 1. After
-    an error in writing, the earlier checkpoints are untouched.
+    ValueError if load() would refuse the file, for example because of NaN. It is then not written.
+    ValueError also if keep < 1, after the file was written. After an error in writing, the earlier
+    checkpoints are untouched.
     """
     _check_state(state)
     make_folder(folder)
@@ -455,7 +456,7 @@ def append_text(folder: str, name: str, line: str) -> None:
 
     After an OSError, a part of the line can be in the file. A power failure can lose the line.
     """
-    with open(Path(folder, name), "a") as file:
+    with open(Path(folder, name), "a", encoding="utf-8") as file:
         file.write(line)
 
 

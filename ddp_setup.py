@@ -126,7 +126,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     exit code 1, or torch ends it with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt is lost for ranks that still use
-    the group. Of these exits, only sys.exit(0) destroys the group.
+    the group. Of these exits, only sys.exit() and sys.exit(0) destroy the group.
 
     After the block, the current GPU, torch's number of threads, and the environment variables
     GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE stay as they were set here.

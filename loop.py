@@ -117,10 +117,11 @@ def train_(
         synchronises. All ranks then need the same number of micro-batches in a step: see pad_steps
         in extras/fsdp.py. train_ then does not check that the model is wrapped.
 
-    ValueError: the declared count is not what loss_fn counted. Or the gradient norm was not the
-    same on all ranks, because loss_fn does not use the model that it is given. Each step checks the
-    norm of the step before, so the norm of the last step is not checked. In both cases, discard the
-    model, because its update was wrong. If an error is raised on some ranks only, the others wait
+    ValueError before an update: the model is not wrapped, or a step has no micro-batch.
+    ValueError after a wrong update, so discard the model: the declared count is not what loss_fn
+    counted (checked on ranks that do not declare 0). Or the gradient norm was not the same on all
+    ranks, because loss_fn does not use the model that it is given. Each step checks the norm of the
+    step before, so the norm of the last step is not checked. If an error is raised on some ranks only, the others wait
     in a collective until the processes of these ranks end, or until the timeout of the process
     group.
 
@@ -350,7 +351,8 @@ def group_batches(
     count: returns for a batch the count that the loss function will return.
 
     The steps end when no rank has a batch left. A rank that runs out earlier repeats a micro-batch
-    and declares 0: see train_. A step whose count is 0 on all ranks is left out.
+    and declares 0: see train_. A step whose count is 0 on all ranks is left out. ValueError on a
+    rank that has no batch at all while others have.
 
     Batches are read one step ahead, so do not resume from the position of a loader.
     """

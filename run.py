@@ -894,7 +894,7 @@ with suppress(FileNotFoundError):
 def main() -> None:
     """Run the command line and exit with its code. Each spawned process calls this too.
 
-    Expected errors become one line. Others get a traceback.
+    Expected errors become one line. Others get a traceback, unless extras/hints.py knows a remedy.
     """
     for name in ("stdout", "stderr"):  # Python sets a closed stream to None.
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
