@@ -450,8 +450,8 @@ def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
 def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
     """Return this rank's part of a random permutation of range(n), (k,) int64.
 
-    n: at least 1. Over all ranks, each index occurs exactly once. k differs by at most one between ranks. The
-    array can be the sampler of a torch DataLoader. Make a new DataLoader for each epoch.
+    n: at least 1. Over all ranks, each index occurs exactly once. k differs by at most one between
+    ranks. The array can be the sampler of a torch DataLoader. Make a new DataLoader for each epoch.
     """
     return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
 

@@ -121,9 +121,10 @@ def train_(
     ValueError after a wrong update, so discard the model: the declared count is not what loss_fn
     counted (checked on ranks that do not declare 0). Or the gradient norm was not the same on all
     ranks, because loss_fn does not use the model that it is given. Each step checks the norm of the
-    step before, so the norm of the last step is not checked. If an error is raised on some ranks only, the others wait
-    in a collective until the processes of these ranks end, or until the timeout of the process
-    group.
+    step before, so the norm of the last step is not checked.
+
+    If an error is raised on some ranks only, the others wait in a collective until the processes of
+    these ranks end, or until the timeout of the process group.
 
     On CUDA, report.stop, Diverged and this ValueError come one step later. A request to stop in the
     last step is not reported. Errors of the last step are raised when `steps` ends, so a caller
