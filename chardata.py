@@ -104,7 +104,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
 
     Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Kind "char" is in
     memory. Raises ValueError or OSError if a file is damaged, if a text has a character that is not
-    in `chars`, or if its vocabulary size is not `vocab`.
+    in `chars`, or if the vocabulary size of text is not `vocab`.
     """
     stamps = tuple(map(_stamp, files))  # before reading, to notice a change meanwhile
     names = files or ["the default text"]
@@ -211,10 +211,12 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
     The hash also depends on the type and the length of each array, but not on the names of files.
-    Of an array above 16 MiB, only 16 blocks are read: a change between them is not noticed. If
-    there are many arrays, the blocks are smaller, so this also holds for smaller arrays.
+    Of an array above 16 blocks, only 16 blocks are read: a change between them is not noticed. A
+    block is 1 MiB. It is smaller, but at least 4 KiB, if more than 16 arrays have more than 256 MiB
+    in total.
     """
-    # Up to 4,096 arrays, this reads at most 256 MiB.
+    # 16 blocks of (16 MiB / number of arrays) from each array are 256 MiB in total. Above 4,096
+    # arrays, the minimum of 4 KiB makes it more.
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
         block = min(MIB, max(4096, 16 * MIB // len(tokens)))
@@ -405,11 +407,12 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
     whole = windows * block_size
-    # Batches of about equal size give the ranks similar work. At most max_batches batches have
-    # whole windows; a shorter window can follow. Batch k has the targets at positions edges[k] + 1
-    # to edges[k + 1]. max(1, ...), because there may be no whole window.
+    # Cut the whole windows into batches of about equal size, so that the ranks have similar work.
+    # At most max_batches, a multiple of world_size, are made. The rest, shorter than a window, is
+    # one more batch. max(1, ...), because there may be no whole window.
     max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
     targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
+    # Batch k has the inputs edges[k] to edges[k + 1] - 1. Each target is one position further.
     edges = sorted({*range(0, whole, targets_per_batch), whole, targets})
     for begin, end in [*pairwise(edges)][rank::world_size]:
         row = _to_tensor(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
@@ -473,7 +476,8 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.ones_like(out, bool)
     while outside.any():
         left, right = divmod(out[outside], b)
-        # Each pass changes one half and swaps both, so left and right change in turn.
+        # Two passes are one of the four rounds. A pass changes `left`, then exchanges left with
+        # right and a with b. So the next pass changes the other half.
         for i in range(8):
             # The inner % keeps the sum within 64 bits.
             left, right = right, (left + _hash(right, key + i) % a) % a

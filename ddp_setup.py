@@ -126,7 +126,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     exit code 1, or torch ends it with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt is lost for ranks that still use
-    the group. Of these exits, only sys.exit() and sys.exit(0) destroy the group.
+    the group. After sys.exit() and sys.exit(0), it first leaves the group in order, as at the end
+    of the block. After the others, it does not.
 
     After the block, the current GPU, torch's number of threads, and the environment variables
     GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE stay as they were set here.
@@ -327,7 +328,7 @@ def _watch_ranks(
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.size)]
-    before = None  # `numbers`, one interval ago
+    before = None  # `progress`, one interval ago
     counts = list[int]()  # values of the counter while this rank was stuck
     while not block_ended.wait(timeout / 20):
         # traceback.extract_stack would read source files. Their storage can hang.
@@ -352,14 +353,15 @@ def _watch_ranks(
             entries = json.loads(dump(True, False)).get("entries", [])
             waiting = not all(entry["retired"] for entry in entries)
         waiting = waiting or not joined.is_set()
-        count = 0
+        count, compiled = 0, 0
         with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.
             count = store.add("counter", 1)
             store.set(keys[env.rank], json.dumps([count, next(program, "a library")]))
-            numbers.append((store.add("compiled", compiles), 0))  # changes if a rank compiles
+            compiled = store.add("compiled", compiles)  # changes while any rank compiles
             waiting = waiting or store.add("reported", 0) > 0
-        counts = [*counts, count] if waiting and numbers == before else []
-        before = numbers
+        progress = numbers, compiled
+        counts = [*counts, count] if waiting and progress == before else []
+        before = progress
         if len(counts) < 20:
             continue
         ranks = ["no answer from rank 0"]
@@ -592,8 +594,9 @@ def _wait_for_ranks(
         if not code and any(codes):
             code = next(filter(None, codes))
             failed = codes.index(code)
-            # If no rank has reported the error yet, this process does, and then no rank will.
-            # "0" is the prefix of _connect_to_store.
+            # If no rank has reported the error yet, this process does, and then no rank will. This
+            # is the key "reported" of _choose_reporter, with the prefixes that _connect_to_store
+            # and process_group add.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"

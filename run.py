@@ -409,6 +409,8 @@ def train(flags: Flags, given: set[str]) -> int:
         except Exception:
             wait_for_save(*writing)  # Not wait_for_saves: other ranks may have no error.
             raise
+        # may_save: the last save was not skipped. On ranks that do not write, writing[0] is still
+        # the call that does nothing.
         ended = may_save and wait_for_saves()
         failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
     if rank0 and failed:
@@ -789,7 +791,8 @@ def sample(
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
-    # The loop generates all texts together. It prints the first while it grows, then the others.
+    # `generated` is lazy: the tokens are computed here, on rank 0, for all texts together. The loop
+    # prints the first text while it grows. tee keeps the tokens of the other texts.
     for row, batches in enumerate(tee(generated, num_samples if world.rank == 0 else 0)):
         if row:
             click.echo("-" * 20)
