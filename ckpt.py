@@ -8,7 +8,7 @@
         for name in rejected:
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
-    step = [found.entry.step if found else 0]    # correct on rank 0 only, like found.state["note"]
+    step = [found.entry.step if found else 0]    # of rank 0; the next line sends it to all ranks
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(step)
     ...
@@ -131,14 +131,14 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     nothing changes.
 
     The optimizers get their saved state of each parameter, such as Adam's exp_avg. They must be of
-    the same kinds as the saved ones. This is not checked. If `state` has no "optimizers", they lose
-    their present state. Settings, such as the learning rate, stay as they are now. So an optimizer
-    with state in its param_groups, such as Prodigy, is not restored completely. `state` is not
-    changed, and shares no memory with the model and the optimizers.
+    the same kinds as the saved ones. This is not checked. If `state` has no "optimizers", the
+    optimizers lose their present state. Settings, such as the learning rate, stay as they are now.
+    So an optimizer with state in its param_groups, such as Prodigy, is not restored completely.
+    `state` is not changed, and shares no memory with the model and the optimizers.
 
-    ValueError on every rank if the names, shapes or dtypes of the model's tensors differ, or if an
-    optimizer has other parameters. The model is then unchanged, but the state of the optimizers may
-    be lost.
+    ValueError on every rank if the names, shapes or dtypes of the model's tensors differ, or if
+    there is saved state of a parameter that the optimizer does not have. The model is then
+    unchanged, but the state of the optimizers may be lost.
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -158,17 +158,17 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     for optimizer, theirs in zip(optimizers, saved):
         # Not with load_state_dict, which rounds the state to the dtype of the parameter.
         optimizer.state.clear()
-        missing = dict(theirs.get("state", {}))
+        unused = dict(theirs.get("state", {}))
         for group in optimizer.param_groups:
             # Like torch: only these optimizers have the tensor "step" on the device.
             step_on_device = group.get("fused") or group.get("capturable")
             for p in group["params"]:
-                for key, value in missing.pop(names.get(p), {}).items():
+                for key, value in unused.pop(names.get(p), {}).items():
                     value = tree_map(partial(_receive, like=p), value)
                     to_cpu = key == "step" and not step_on_device and isinstance(value, Tensor)
                     optimizer.state[p][key] = value.cpu() if to_cpu else value
-        if missing:
-            raise ValueError(f"the checkpoint has state of {min(missing)} for another optimizer")
+        if unused:
+            raise ValueError(f"the checkpoint has state of {min(unused)} for another optimizer")
     model.load_state_dict({name: _receive(state["model"][name], ours[name]) for name in ours})
 
 
@@ -273,7 +273,8 @@ def load(folder: str, entry: Entry) -> State:
         raise OSError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] != entry.digest:
         raise ValueError("damaged: the content does not match the digest in the name")
-    # Not in save(), which may run in a thread: catch_warnings changes the filters of all threads.
+    # Hide warnings about the content of a damaged file. save() does not do this, because it often
+    # runs in a thread, and catch_warnings changes the filters of all threads.
     with warnings.catch_warnings(action="ignore"):
         state: State = _read_state(path, "cpu")
     _check_state(state)

@@ -141,9 +141,8 @@ def train_(
         )
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = norm = torch.zeros((), device=device)
-    # One function per step that is not yet checked. It checks the count, the requests to stop and
-    # the bad steps. On CUDA, each step calls the function of the step before. The first step
-    # calls a function that does nothing.
+    # A queue of checks (see _read_flags), one per step. On CUDA, the queue begins with a check that
+    # does nothing, so each step calls the check of the step before. Otherwise it calls its own.
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
@@ -158,7 +157,8 @@ def train_(
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _seed(device, seed, step, rank)
             sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), norm, no_sync)
-            # Not exactly equal: different hardware rounds differently. NaN and inf give False.
+            # `norm` is still that of the step before, and sums[3] is its sum over the ranks. Not
+            # exactly equal: different hardware rounds differently. NaN and inf give False.
             differ = (sums[3] / world_size - norm).abs() > 1e-3 * norm
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
@@ -317,10 +317,10 @@ def evaluate(
     unread = [lambda: [1.0, 0.0]] * _read_delay(device)
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. By mistake, some
-            # ranks may evaluate while others train. Then gloo must not add these flags to the sums
-            # of train_. So the sizes differ: 4 in train_, 2 in group_batches, 5 here. Such ranks
-            # fail, or wait until the timeout.
+            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. If some ranks call
+            # evaluate while others call train_, which is a mistake, gloo would add these flags to
+            # the sums of train_. With different sizes (4 in train_, 2 in group_batches, 5 here),
+            # these ranks fail, or wait until the timeout.
             flags = sums.new_zeros(5)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -374,7 +374,8 @@ def group_batches(
         raise ValueError(f"accum is {accum}; must be at least 1")
     spare: list[Any] = []
     # own_steps never ends. pairwise reads one item ahead. So on CUDA, the all-reduce of the next
-    # step is queued before the passes of this step, and its read() does not wait for them.
+    # step is queued before the forward and backward passes of this step. Then the read() of the
+    # next step does not wait for these passes.
     for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:
