@@ -250,7 +250,6 @@ def save(
             torch.save(state, file)
         except RuntimeError as error:  # torch.save hides an OSError in __context__.
             raise error.__context__ if isinstance(error.__context__, OSError) else error
-        file.flush()
         # Raise ValueError now if load() would refuse a class. "meta" tensors take no memory.
         _read_state(file.name, device="meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])

@@ -1096,6 +1096,14 @@ def test_prune_keeps_the_last_and_the_best(folder, keep, losses, left):
     assert others < set(names(folder))
 
 
+def test_prune_ignores_a_checkpoint_that_another_process_has_deleted(folder, monkeypatch):
+    entries = [ckpt.save(folder, some_state(step), step) for step in (1, 2, 3)]
+    Path(folder, entries[0].name).unlink()
+    monkeypatch.setattr(ckpt, "list_checkpoints", lambda _: entries)
+    ckpt.prune(folder, 1)
+    assert names(folder) == [entries[2].name]
+
+
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keep_below_1_is_an_error_and_deletes_nothing(folder, keep):
     saved = [ckpt.save(folder, some_state(i), i, 1.0) for i in range(3)]
