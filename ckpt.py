@@ -91,12 +91,12 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     names are those of the model without its wrappers: see unwrap. An optimizer that has no state
     yet becomes {}. The copies share no memory with the model, so training can continue at once.
 
-    optimizers: all their parameters must be parameters of the model. more: tensors and plain Python
-    values, for example the state of a scheduler. They are not copied: do not change them before
-    save() has ended.
+    optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
+    plain Python values, for example the state of a scheduler. They are not copied: do not change
+    them before save() has ended.
     """
     model = unwrap(model)
-    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    names = _parameter_names(model, optimizers)
     state = {
         "model": dict(model.state_dict(keep_vars=True)),
         "optimizers": [
@@ -136,9 +136,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     So an optimizer with state in its param_groups, such as Prodigy, is not restored completely.
     `state` is not changed, and shares no memory with the model and the optimizers.
 
-    ValueError on every rank if the names, shapes or dtypes of the model's tensors differ, or if
-    there is saved state of a parameter that the optimizer does not have. The model is then
-    unchanged, but the state of the optimizers may be lost.
+    ValueError on every rank if the names, shapes or dtypes of the model's tensors differ, or if an
+    optimizer has a parameter that the model does not have, or lacks one that has saved state. The
+    model is then unchanged, but the state of the optimizers may be lost.
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -151,7 +151,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     model = unwrap(model)
     ours: State = model.state_dict()
     check_same(state.get("model", {}), ours)
-    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    names = _parameter_names(model, optimizers)
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
@@ -163,13 +163,21 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             # Like torch: only these optimizers have the tensor "step" on the device.
             step_on_device = group.get("fused") or group.get("capturable")
             for p in group["params"]:
-                for key, value in unused.pop(names.get(p), {}).items():
+                for key, value in unused.pop(names[p], {}).items():
                     value = tree_map(partial(_receive, like=p), value)
                     to_cpu = key == "step" and not step_on_device and isinstance(value, Tensor)
                     optimizer.state[p][key] = value.cpu() if to_cpu else value
         if unused:
             raise ValueError(f"the checkpoint has state of {min(unused)} for another optimizer")
     model.load_state_dict({name: _receive(state["model"][name], ours[name]) for name in ours})
+
+
+def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:
+    """Return {parameter: its name}. ValueError if an optimizer has a parameter of another model."""
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    if any(p not in names for o in optimizers for g in o.param_groups for p in g["params"]):
+        raise ValueError("an optimizer has a parameter that is not one of the model")
+    return names
 
 
 def _receive(value: Any, like: Any) -> Any:

@@ -18,6 +18,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -369,6 +370,16 @@ def test_an_optimizer_with_moments_of_some_parameters_gets_those_of_all():
     others[0].step()
     ckpt.restore_(ckpt.snapshot(model, optimizers), other, others)
     assert same(everything(other, others), everything(model, optimizers))
+
+
+def test_an_optimizer_with_a_parameter_of_another_model_is_an_error():
+    state, (model, optimizers) = ckpt.snapshot(*trained()), trained(seed=1)
+    optimizers[1].add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    before = copy.deepcopy(everything(model, optimizers))
+    for call in (ckpt.snapshot, partial(ckpt.restore_, state)):
+        with pytest.raises(ValueError, match="^an optimizer has a parameter that is not one of"):
+            call(model, optimizers)
+    assert same(everything(model, optimizers), before)
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
