@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 try:
     import fcntl
@@ -130,15 +130,16 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     Every rank must call this. In a process group, all ranks get the state of rank 0. If this is {},
     nothing changes.
 
-    The optimizers get their saved state of each parameter, such as Adam's exp_avg. They must be of
-    the same kinds as the saved ones. This is not checked. If `state` has no "optimizers", the
-    optimizers lose their present state. Settings, such as the learning rate, stay as they are now.
-    So an optimizer with state in its param_groups, such as Prodigy, is not restored completely.
-    `state` is not changed, and shares no memory with the model and the optimizers.
+    The optimizers get their saved state of each parameter, such as Adam's exp_avg. If `state` has
+    no "optimizers", the optimizers lose their present state. Settings, such as the learning rate,
+    stay as they are now. Gradients of the optimizers' parameters are deleted. `state` is not
+    changed, and shares no memory with the model and the optimizers. Do not use this for SparseAdam,
+    LBFGS, or an optimizer with state in its param_groups, such as Prodigy.
 
-    ValueError on every rank if the names, shapes or dtypes of the model's tensors differ, or if an
-    optimizer has a parameter that the model does not have, or lacks one that has saved state. The
-    model is then unchanged, but the state of the optimizers may be lost.
+    ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
+    model does not have. The model is then unchanged, but gradients and the state of the optimizers
+    may be deleted. (Adam with eps=0 also changes weights, because each optimizer does a step with
+    zero gradients and learning rate 0 to get its initial state.)
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -156,17 +157,19 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
     for optimizer, theirs in zip(optimizers, saved):
-        # Not with load_state_dict, which rounds the state to the dtype of the parameter.
-        optimizer.state.clear()
+        initial = _reset_(model, optimizer)
         unused = dict(theirs.get("state", {}))
-        for group in optimizer.param_groups:
-            # Like torch: only these optimizers have the tensor "step" on the device.
-            step_on_device = group.get("fused") or group.get("capturable")
-            for p in group["params"]:
-                for key, value in unused.pop(names[p], {}).items():
-                    value = tree_map(partial(_receive, like=p), value)
-                    to_cpu = key == "step" and not step_on_device and isinstance(value, Tensor)
-                    optimizer.state[p][key] = value.cpu() if to_cpu else value
+        for parameter, likes in initial.items():
+            if values := unused.pop(names[parameter], {}):
+                where = f"optimizer state of {names[parameter]}: "
+                # A fused optimizer would compute nonsense with other shapes.
+                check_same(_flatten(values), _flatten(likes), where)
+                receive = partial(_receive, device=parameter.device)
+                optimizer.state[parameter] = {
+                    # pop() frees the memory of the initial value.
+                    key: tree_map(receive, value, likes.pop(key))
+                    for key, value in values.items()
+                }
         if unused:
             raise ValueError(f"the checkpoint has state of {min(unused)} for another optimizer")
     model.load_state_dict({name: _receive(state["model"][name], ours[name]) for name in ours})
@@ -180,21 +183,47 @@ def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
     return names
 
 
-def _receive(value: Any, like: Any) -> Any:
-    """Send a value of rank 0 to all ranks. Return it on the device of `like`.
+def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
+    """Delete an optimizer's state and gradients. Return the state that it would begin with."""
+    # This import takes 0.5 s.
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    # If there are no gradients and no state, torch creates the state: the optimizer does a step
+    # with zero gradients and learning rate 0.
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.state.clear()
+    get_optimizer_state_dict(model, optimizer)
+    initial = dict(optimizer.state)
+    optimizer.state.clear()
+    return initial
+
+
+def _flatten(values: State) -> State:
+    """Return the optimizer state of a parameter, with one entry for each tensor of a list."""
+    return {
+        f"{key} {i or ''}".rstrip(): leaf
+        for key, value in values.items()
+        for i, leaf in enumerate(tree_leaves(value))
+    }
+
+
+def _receive(value: Any, like: Any, device: torch.device | None = None) -> Any:
+    """Send a value of rank 0 to all ranks. Return it placed as `like` is.
 
     Every rank must call this. value: on ranks above 0, tensors are on "meta". like: if it is a
-    tensor with the shape of the value, the result gets its strides, and its sharding if it is a
-    DTensor.
+    tensor with the shape of the value, the result gets its device, its strides, and its sharding if
+    it is a DTensor. device: for the broadcast, if not that of `like`.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    new = torch.empty(value.shape, dtype=value.dtype, device=getattr(like, "device", None))
+    new = torch.empty(
+        value.shape, dtype=value.dtype, device=device or getattr(like, "device", None)
+    )
     if not value.is_meta:
         new.copy_(value)
     if dist.is_initialized():
         dist.broadcast(new, 0)
-    if new.shape != getattr(like, "shape", None):
+    if new.shape != getattr(like, "shape", None):  # the extra state of a module
         return new
     if hasattr(like, "placements"):
         # With the source None, no rank sends: each one takes its part of `new`.

@@ -361,6 +361,13 @@ def test_a_parameter_that_never_had_a_gradient_has_no_moments_after_a_restore():
     assert same(everything(other, others), everything(model, optimizers))
 
 
+def test_restore_deletes_the_gradients():
+    model, optimizers = trained()
+    model(torch.ones(2, 4)).sum().backward()
+    ckpt.restore_(ckpt.snapshot(model, optimizers), model, optimizers)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_an_optimizer_with_moments_of_some_parameters_gets_those_of_all():
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizers, others = ([torch.optim.AdamW(m.parameters())] for m in (model, other))
@@ -401,6 +408,14 @@ def state_of_another_model(change):
         del state["model"]
     elif change == "fewer optimizers":
         state["optimizers"].pop()
+    elif change == "moment of another shape":
+        state["optimizers"][0]["state"]["0.bias"]["exp_avg"] = torch.zeros(5)
+    elif change == "moment of another dtype":
+        moments = state["optimizers"][0]["state"]["0.bias"]
+        moments["exp_avg"] = moments["exp_avg"].double()
+    elif change == "moments of another optimizer":
+        moments = state["optimizers"][1]["state"]["3.weight"]
+        moments["exp_avg"] = moments.pop("momentum_buffer")
     elif change == "moments of another parameter":
         state["optimizers"][0]["state"]["3.weight"] = state["optimizers"][1]["state"]["3.weight"]
     else:
@@ -414,6 +429,9 @@ MISFITS = {
     "surplus": "4.weight is (5,) torch.float32 in the checkpoint, missing",
     "shape": "3.weight is (5,)",
     "fewer optimizers": "1 optimizers in the checkpoint, 2 here",
+    "moment of another shape": "optimizer state of 0.bias: exp_avg is (5,)",
+    "moment of another dtype": "optimizer state of 0.bias: exp_avg is (8,) torch.float64",
+    "moments of another optimizer": "optimizer state of 3.weight: momentum_buffer is missing",
     "moments of another parameter": "the checkpoint has state of 3.weight for another optimizer",
 }
 
@@ -501,6 +519,18 @@ def test_unusual_models_and_optimizers_are_restored_exactly(case):
     assert_same_training(resumed, stopped, (2, 3, 8, 8) if "order" in case else (8, 4))
     assert same(state, before)  # shares no memory
     ckpt.restore_(ckpt.snapshot(*resumed), *unusual(case, 2))  # the dtypes still fit
+
+
+@pytest.mark.parametrize(
+    "sums, text",
+    [([torch.ones(4)], "sums 1 is missing"), ([torch.ones(5), torch.ones(())], "sums is (5,)")],
+)
+def test_a_moment_in_a_list_that_does_not_fit_is_an_error(sums, text):
+    model, optimizers = unusual("moments in lists", 0)
+    state = ckpt.snapshot(model, optimizers)
+    state["optimizers"][0]["state"]["0.bias"]["sums"] = sums
+    with pytest.raises(ValueError, match=f"optimizer state of 0.bias: {re.escape(text)}"):
+        ckpt.restore_(state, model, optimizers)
 
 
 class OwnLoading(torch.optim.Adam):
@@ -595,6 +625,7 @@ RESTORED_IN_A_GROUP = {
     "nothing": "unchanged",
     "missing": MISFITS["missing"],
     "fewer optimizers": MISFITS["fewer optimizers"],
+    "moment of another shape": MISFITS["moment of another shape"],
     "moments of another parameter": MISFITS["moments of another parameter"],
 }
 
