@@ -325,38 +325,17 @@ def _watch_ranks(
     as waiting.) A rank that is stuck 20 times in a row ends. The first one prints where each rank
     is, if no rank has reported an error.
     """
-    recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
-    dump = getattr(torch._C._distributed_c10d, recorder)
     keys = [f"state of {rank}" for rank in range(env.size)]
     before = None  # `progress`, one interval ago
     counts = list[int]()  # values of the counter while this rank was stuck
     while not block_ended.wait(timeout / 20):
-        # traceback.extract_stack would read source files. Their storage can hang.
-        stacks = {
-            id: [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(top)]
-            for id, top in sys._current_frames().items()
-        }
-        program = (
-            f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARY_PATHS)
-        )
-        # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION'). "<module>" does not count:
-        # there the file is only being imported.
-        compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
-        compiles = bool(re.search(compiler, f"{stacks}"))
-        numbers = [
-            (group["last_enqueued_collective"], group["last_completed_collective"])
-            for group in json.loads(dump(False, True))["pg_status"].values()
-        ]
-        waiting = any(a != b for a, b in numbers)
-        if waiting and not cuda:
-            # With gloo, "last completed" can be too low, because threads write it in any order.
-            entries = json.loads(dump(True, False)).get("entries", [])
-            waiting = not all(entry["retired"] for entry in entries)
+        line, compiles = _inspect_threads(main)
+        numbers, waiting = _inspect_collectives(cuda)
         waiting = waiting or not joined.is_set()
         count, compiled = 0, 0
         with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.
             count = store.add("counter", 1)
-            store.set(keys[env.rank], json.dumps([count, next(program, "a library")]))
+            store.set(keys[env.rank], json.dumps([count, line]))
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
             waiting = waiting or store.add("reported", 0) > 0
         progress = numbers, compiled
@@ -371,11 +350,45 @@ def _watch_ranks(
             # compare_set returns the value of the key, or the last argument if the key is missing.
             states = [json.loads(store.compare_set(key, "", '[0, ""]')) for key in keys]
             ranks = [  # A state that is older than three intervals is no answer.
-                f"rank {rank} at {line}" if written > counts[-4] else f"no answer from rank {rank}"
-                for rank, (written, line) in enumerate(states)
+                f"rank {rank} at {place}" if written > counts[-4] else f"no answer from rank {rank}"
+                for rank, (written, place) in enumerate(states)
             ]
         print(f"Error: no progress for {timeout:g} s: {', '.join(ranks)}", file=sys.stderr)
         os._exit(1)
+
+
+def _inspect_threads(main: int) -> tuple[str, bool]:
+    """Return the program line of the thread `main`, and whether a thread runs torch.compile."""
+    # traceback.extract_stack would read source files. Their storage can hang.
+    stacks = {
+        id: [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(top)]
+        for id, top in sys._current_frames().items()
+    }
+    program = (f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARY_PATHS))
+    # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION'). "<module>" does not count: there
+    # the file is only being imported.
+    compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
+    return next(program, "a library"), bool(re.search(compiler, f"{stacks}"))
+
+
+def _inspect_collectives(cuda: bool) -> tuple[list[tuple[int, int]], bool]:
+    """Read torch's flight recorder.
+
+    Returns (last started, last completed) of each process group, as numbers of collectives, and
+    whether a collective has not completed.
+    """
+    recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, recorder)
+    numbers = [
+        (group["last_enqueued_collective"], group["last_completed_collective"])
+        for group in json.loads(dump(False, True))["pg_status"].values()
+    ]
+    waiting = any(started != completed for started, completed in numbers)
+    if waiting and not cuda:
+        # With gloo, "last completed" can be too low, because threads write it in any order.
+        entries = json.loads(dump(True, False)).get("entries", [])
+        waiting = not all(entry["retired"] for entry in entries)
+    return numbers, waiting
 
 
 def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
