@@ -206,11 +206,9 @@ def train(flags: Flags, given: set[str]) -> int:
         # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
         rank0 = world.rank == 0
         # Ranks with different flags would train different runs.
-        theirs = ddp_setup.from_rank_zero(lambda: vars(flags), world)
-        if different := vars(flags).items() - theirs.items():
-            raise ValueError(
-                f"--{min(different)[0].replace('_', '-')} is not the same on all ranks"
-            )
+        for name, value in ddp_setup.from_rank_zero(lambda: vars(flags), world).items():
+            if getattr(flags, name) != value:
+                raise ValueError(f"--{name.replace('_', '-')} is not the same on all ranks")
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
@@ -246,14 +244,8 @@ def train(flags: Flags, given: set[str]) -> int:
         flops_per_token = gpt.flops_per_token(config)
         machine: Values = {"ranks": world.size}
         with suppress(FileNotFoundError):  # for mfu and a memory check
-            machine |= extra("machine").check_and_describe(
-                world.device,
-                dtype,
-                world.size,
-                flags.strategy,
-                config,
-                flags.checkpoint_activations,
-            )
+            describe, recompute = extra("machine").check_and_describe, flags.checkpoint_activations
+            machine |= describe(world.device, dtype, world.size, flags.strategy, config, recompute)
         peak_flops = machine.get("peak_flops", math.nan)
 
         # With the seed None, the weights are on the device meta: they have a shape, but no values.
@@ -265,10 +257,9 @@ def train(flags: Flags, given: set[str]) -> int:
         if flags.strategy == "ddp":
             replica = ddp_setup.replicate(model, world)
         else:
-            weight = partial(gpt.initial_weight, config, flags.seed)
-            replica = extra("fsdp").shard_(
-                model, world.size, world.device, [*model.blocks], flags.strategy, weight
-            )
+            weight, blocks = partial(gpt.initial_weight, config, flags.seed), [*model.blocks]
+            shard_ = extra("fsdp").shard_
+            replica = shard_(model, world.size, world.device, blocks, flags.strategy, weight)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
@@ -387,13 +378,8 @@ def train(flags: Flags, given: set[str]) -> int:
                             extra("replicas").verify_replicas(replica, optimizers)
                     # If the previous save has not ended in time, skip this one.
                     if may_save := wait_for_saves():
-                        state = storage.snapshot(
-                            replica,
-                            optimizers,
-                            step=step,
-                            scaler=scaler.state_dict(),
-                            **constants,
-                        )
+                        more = constants | {"step": step, "scaler": scaler.state_dict()}
+                        state = storage.snapshot(replica, optimizers, **more)
                         if rank0 or sharded:
                             save = pool.submit(
                                 storage.save, flags.out, state, step, val_loss, flags.keep
