@@ -61,7 +61,6 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
         "newest": partial(_newest, ckpt),
         "list_checkpoints": partial(_list_checkpoints, ckpt),
         "prune": partial(_prune, ckpt),
-        "remove": _remove,
         "set_aside": _set_aside,
         "make_folder": _make_folder,
         "lock": _lock,

@@ -62,7 +62,6 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
     functions = vars(ckpt) | {
         "load": load_any,
         "newest": partial(ckpt.newest, load=load_any),
-        "remove": partial(remove, ckpt),
         "prune": partial(prune, ckpt),
         "check_shared_folder": check_shared_folder,
     }

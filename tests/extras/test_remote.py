@@ -178,7 +178,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_reported(files, ur
     new = [files.save(url, some_state(step), step) for step in (10, 20)][-1]
 
     def load(folder, entry):
-        files.remove(url, new.name)  # another process prunes
+        remote._remove(url, new.name)  # another process prunes
         return files.load(folder, entry)
 
     found, rejected = files.newest(url, load)
@@ -198,7 +198,7 @@ def test_a_sharded_checkpoint_is_refused_and_no_older_one_is_used(files, url):
     assert files.list_checkpoints(url)[-1] == sharded
     with pytest.raises(NotImplementedError, match=f"{sharded.name} is a sharded checkpoint"):
         files.newest(url)
-    files.remove(url, sharded.name)
+    remote._remove(url, sharded.name)
     assert [entry.step for entry in files.list_checkpoints(url)] == [10]
 
 
@@ -212,7 +212,7 @@ def test_prune_keeps_the_last_the_best_and_other_files(files, url):
 def test_removing_what_does_not_exist_is_no_error(files, url):
     entry = files.save(url, some_state(), 1)
     for _ in range(2):
-        files.remove(url, entry.name)
+        remote._remove(url, entry.name)
     assert listed(url) == {}
 
 

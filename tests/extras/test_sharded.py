@@ -659,9 +659,9 @@ def test_a_folder_is_renamed_durably_before_its_content_is_deleted(files, tmp_pa
 
     for module, function in ((os, "rename"), (os, "fsync"), (shutil, "rmtree")):
         record(module, function)
-    files.remove(f"{tmp_path}", path.name)
+    sharded.remove(ckpt, f"{tmp_path}", path.name)
     assert calls == ["rename", "fsync", "rmtree"] and not os.listdir(tmp_path)
-    files.remove(f"{tmp_path}", path.name)  # a missing one is no error
+    sharded.remove(ckpt, f"{tmp_path}", path.name)  # a missing one is no error
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -670,7 +670,7 @@ def test_a_folder_whose_deletion_breaks_off_is_not_listed_and_goes_with_the_lock
 ):
     path = make_sharded(tmp_path)
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: os.unlink(path / "manifest.json"))
-    files.remove(f"{tmp_path}", path.name)
+    sharded.remove(ckpt, f"{tmp_path}", path.name)
     (left,) = os.listdir(tmp_path)
     assert ckpt.list_checkpoints(f"{tmp_path}") == [] and left.startswith(ckpt.TEMPORARY)
     monkeypatch.undo()
@@ -701,7 +701,7 @@ def test_sharded_checkpoints_are_pruned_while_whole_ones_are_saved(files, tmp_pa
     assert [entry.step for entry in left] == [30, 40] and left[-1] == last
     assert others <= {*os.listdir(tmp_path)}
     assert files.newest(f"{tmp_path}")[0].entry == last
-    files.remove(f"{tmp_path}", last.name)
+    sharded.remove(ckpt, f"{tmp_path}", last.name)
     assert [entry.step for entry in ckpt.list_checkpoints(f"{tmp_path}")] == [30]
 
 

@@ -653,7 +653,7 @@ def record_remove(folder: Path, sharded_saves: Scenario) -> Scenario:
     def job() -> None:
         mark("saved 5")
         for name in names:
-            BOTH.remove(out, name)
+            sharded.remove(ckpt, out, name)
             if not name.endswith(".pt"):  # the deletion of a file may be undone
                 mark(f"gone {name}")
 
