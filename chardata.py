@@ -15,9 +15,8 @@ DistributedDataParallel averages the gradients: with it, use world_size * weight
 
 - A *token* is an unsigned integer, also called id. `Tokens` has one array of tokens per data file
   that is not empty.
-  A window can continue over the ends of arrays.
 - A *window* is `block_size` inputs and as many targets. The target of an input is the token after
-  it.
+  it. A window can continue from one array into the next.
 - A *global batch* is the windows of all ranks in one optimizer step: `batch_size` windows, or fewer
   at the end of an epoch.
 - An *epoch* is one pass over the windows, each exactly once, in a new order. Steps are counted from
