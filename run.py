@@ -81,7 +81,7 @@ __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is Ctrl-C
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
-MOVED = "; if the data has moved, give --data; for a new run, name another --out"
+MOVED = "; to continue the run, name its data with --data; for a new run, name another --out"
 CLEAR_LINE = "\033[G\033[K"  # clears the line of show_progress in a terminal
 
 
