@@ -81,7 +81,7 @@ __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is Ctrl-C
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
-MOVED = "; to continue the run, name its data with --data; for a new run, name another --out"
+DATA_ADVICE = "; to continue the run, name its data with --data; for a new run, name another --out"
 CLEAR_LINE = "\033[G\033[K"  # clears the line of show_progress in a terminal
 
 
@@ -223,7 +223,7 @@ def train(flags: Flags, given: set[str]) -> int:
         if flags.min_lr > flags.lr:
             raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
 
-        with usage_errors(advice=MOVED if start_step else ""):
+        with usage_errors(advice=DATA_ADVICE if start_step else ""):
             corpus, plan, val_plan = load_data(flags, given, saved, world)
         with usage_errors(f"--data {flags.data or '(default text)'}: "):
             steps_per_epoch = chardata.steps_per_epoch(plan)
