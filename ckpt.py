@@ -17,9 +17,12 @@
         save("out", state, step=400, loss=1.8812, keep=3)
 
 Every rank must call snapshot() and restore_(). One rank alone may call the other functions, also in
-a thread. To save while the training continues, use one ThreadPoolExecutor(1) for all saves. Call
-result() of each future: it raises the error of the save. Functions that use files raise OSError if
-the file system fails.
+a thread. Functions that use files raise OSError if the file system fails.
+
+To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
+of each future: it raises the error of the save. For training on a CPU, give the executor also
+initializer=torch.set_num_threads and initargs=(1,). Otherwise there are more threads than CPUs, and
+the training gets slower.
 
 If a function raises on rank 0 only, the others wait in their next collective until rank 0 ends or
 the timeout is over. With wait_together() of ddp_setup.py, all ranks raise rank 0's ValueError or

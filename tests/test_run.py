@@ -259,6 +259,30 @@ def test_threads_of_openmp_wait_only_for_a_moment_unless_the_user_says_otherwise
     assert ran.stdout.split()[-1] == expected, ran
 
 
+def test_the_thread_that_saves_starts_no_threads_of_openmp(text, tmp_path):
+    """With more threads than CPUs, OpenMP waits in another way, and training is slower."""
+    code = (
+        "import atexit, sys, torch, ckpt, run\n"
+        "save = ckpt.save\n"
+        "def save_and_count(*args):\n"
+        "    print('save', torch.get_num_threads(), flush=True)\n"
+        "    return save(*args)\n"
+        "ckpt.save = save_and_count\n"
+        "atexit.register(lambda: print('train', torch.get_num_threads(), flush=True))\n"
+        "run.main()"
+    )
+    flags = [*TINY, "--data", text, "--out", tmp_path / "out", "--steps", 2, "--save-every", 1]
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *map(str, flags)],
+        cwd=ROOT,
+        env=ENVIRONMENT | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in ran.stdout.splitlines() if line.startswith(("save ", "train "))]
+    assert lines == ["save 1", "save 1", "train 2"], ran
+
+
 def test_a_resumed_run_keeps_as_many_checkpoints_as_before(text, tmp_path):
     command = [*TINY, "--data", text, "--out", tmp_path, "--save-every", 1]
     assert run(*command, "--steps", 5, "--keep", 5).code == 0
