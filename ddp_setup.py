@@ -371,11 +371,11 @@ def _inspect_threads(main: int) -> tuple[str, bool]:
     return next(program, "a library"), bool(re.search(compiler, f"{stacks}"))
 
 
-def _inspect_collectives(cuda: bool) -> tuple[list[tuple[int, int]], bool]:
-    """Read torch's flight recorder.
+def _inspect_collectives(cuda: bool) -> tuple[list[tuple[str, str]], bool]:
+    """Read torch's flight recorder, which numbers the collectives of each process group.
 
-    Returns (last started, last completed) of each process group, as numbers of collectives, and
-    whether a collective has not completed.
+    Returns (number of the last started, number of the last completed) for each group, and whether a
+    collective has not completed.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)

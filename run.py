@@ -319,9 +319,10 @@ def train(flags: Flags, given: set[str]) -> int:
             kind = f"{world.size} x {world.device.type}, {dtype_name}"
             say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
         log = partial(append_metrics, storage, flags.out)
-        # If the thread of this pool used several threads of OpenMP, there would be more than CPUs.
-        # Idle ones would then sleep at once, and training on a CPU would be a third slower.
-        torch.get_num_threads()  # Otherwise torch can take the 1 over in this thread later.
+        # If the thread of the pool used several OpenMP threads, there would be more OpenMP threads
+        # than CPUs. Idle ones would then sleep at once: training on a CPU would be a third slower.
+        # Without get_num_threads here, this thread could later take over the 1 of that thread.
+        torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         # The latest save and its deadline. At first, a call that does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout

@@ -241,7 +241,7 @@ def test_the_last_script_of_the_tutorial_stops_and_resumes(results, system):
     (reference, end), linux = results("linux", "tutorial")
     assert stopped.out.count("\n") == 1 and stopped.out == reference.out
     assert resumed.out.count("\n") == 2 and resumed.out == end.out
-    assert same(state(folder / "out"), state(linux / "out"))
+    assert same(state(folder / "out-tutorial"), state(linux / "out-tutorial"))
 
 
 @EACH

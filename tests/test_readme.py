@@ -49,7 +49,7 @@ def test_script_runs_beside_copies_of_its_modules(tmp_path):
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1", "epoch 2"]
     assert float(lines[-1].split("accuracy ")[1]) > 0.8
-    assert len([*tmp_path.glob("out/step-*.pt")]) == 3
+    assert len([*tmp_path.glob("out-*/step-*.pt")]) == 3
 
 
 def test_table_of_parts_explains_functions_of_the_script():

@@ -29,11 +29,11 @@ def count_correct(model, batch):
 
 def resume_(model, opt, world):
     found, rejected = ddp_setup.wait_together(
-        lambda: ckpt.newest("out") if world.rank == 0 else (None, {}), world
+        lambda: ckpt.newest("out-tutorial") if world.rank == 0 else (None, {}), world
     )
     for name, reason in rejected.items():
         print(f"{name}: {reason}")
-        ckpt.set_aside("out", name)
+        ckpt.set_aside("out-tutorial", name)
     ckpt.restore_(found.state if found else {}, model, [opt])
     return ddp_setup.from_rank_zero(lambda: found.entry.step if found else 0, world)
 
@@ -61,7 +61,7 @@ def main(world, stop):
             if report.stop or step % steps_per_epoch == 0:
                 state = ckpt.snapshot(replica, [opt])
                 if world.rank == 0:
-                    ckpt.save("out", state, step, keep=3)
+                    ckpt.save("out-tutorial", state, step, keep=3)
             if report.stop:
                 return
         mine = range(world.rank, len(test), world.size)

@@ -81,11 +81,11 @@ def loss_fn(model, batch):
 
 def resume_(model, opt, world):
     found, rejected = ddp_setup.wait_together(
-        lambda: ckpt.newest("out") if world.rank == 0 else (None, {}), world
+        lambda: ckpt.newest("out-stream") if world.rank == 0 else (None, {}), world
     )
     for name, reason in rejected.items():
         print(f"{name}: {reason}")
-        ckpt.set_aside("out", name)
+        ckpt.set_aside("out-stream", name)
     ckpt.restore_(found.state if found else {}, model, [opt])
     return ddp_setup.from_rank_zero(
         lambda: (found.entry.step, found.state["position"]) if found else (0, 0), world
@@ -103,7 +103,7 @@ def main(world, stop, workers):
     def save():
         state = ckpt.snapshot(replica, [opt], position=int(position))
         if world.rank == 0:
-            ckpt.save("out", state, step, keep=3)
+            ckpt.save("out-stream", state, step, keep=3)
 
     dataset = RankBatches(position, world.rank, world.size)
     loader = DataLoader(

@@ -644,7 +644,7 @@ def make_sharded(folder, step=20):
     return path
 
 
-def test_a_folder_is_renamed_durably_before_its_content_is_deleted(files, tmp_path, monkeypatch):
+def test_a_folder_is_renamed_durably_before_its_content_is_deleted(tmp_path, monkeypatch):
     path, calls = make_sharded(tmp_path), []
 
     def record(module, function):

@@ -48,7 +48,7 @@ def run_script(script: Path, folder: Path, launcher: list[str]) -> Outcome:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    saved = [*folder.glob("model.pt"), *sorted(folder.glob("out/step-*.pt"))]
+    saved = [*folder.glob("model.pt"), *sorted(folder.glob("out-*/step-*.pt"))]
     state = torch.load(saved[-1], weights_only=True)
     return Outcome(done.stdout.splitlines(), state.get("model", state))
 
@@ -125,8 +125,18 @@ def test_the_last_script_stopped_on_one_process_continues_on_two(outcome, tmp_pa
     unbroken = outcome(4, 1)
     stopping = copy_with_modules(SCRIPTS[4], tmp_path, STOP_AT_STEP_40)
     stopped = run_script(stopping, tmp_path, PYTHON)
-    (newest,) = sorted(tmp_path.glob("out/step-*.pt"))[-1:]
+    (newest,) = sorted(tmp_path.glob("out-*/step-*.pt"))[-1:]
     assert 40 <= int(newest.name.split("-")[1]) < 54  # in the middle of the second epoch
     resumed = run_script(SCRIPTS[4], tmp_path, TORCHRUN)
     assert len(stopped.lines) == 1 and stopped.lines + resumed.lines == unbroken.lines
     torch.testing.assert_close(resumed.weights, unbroken.weights, rtol=1e-4, atol=1e-5)
+
+
+def test_each_script_has_a_folder_of_its_own():
+    """Otherwise one script would continue from the weights of another."""
+    texts = {path.name: path.read_text() for path in TUTORIAL.glob("*.py")}
+    folders = {
+        name: {*re.findall(r'ckpt\.save\(\s*"([^"]+)"', text)} for name, text in texts.items()
+    }
+    used = [folder for found in folders.values() for folder in found]
+    assert len(used) == len({*used}) == 5 and "out" not in used  # "out" is run.py's

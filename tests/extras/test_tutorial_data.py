@@ -120,7 +120,7 @@ def run(
         before = STOP.format(step=stop - 1, last_rank=ranks - 1) if stop else ""
         script.write_text(before + text.replace(*replace))
     lines = launch(script, folder, ranks, *args, env=env).splitlines()
-    newest = sorted(folder.glob("out/step-*.pt"))[-1]
+    newest = sorted(folder.glob("out-*/step-*.pt"))[-1]
     state = torch.load(newest, weights_only=True)
     return Outcome(lines, state, int(newest.name.split("-")[1]))
 

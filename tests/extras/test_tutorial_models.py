@@ -51,7 +51,7 @@ def run_script(script: Path, folder: Path, ranks: int) -> Outcome:
     """Run a script in `folder` as a user does; return what it printed and what it saved last."""
     done = start_script(script, folder, ranks)
     assert done.returncode == 0, done.stderr
-    saved = [*folder.glob("model.pt"), *sorted(folder.glob("out/step-*.pt"))]
+    saved = [*folder.glob("model.pt"), *sorted(folder.glob("out-*/step-*.pt"))]
     numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", done.stdout)]
     return Outcome(folder, numbers, torch.load(saved[-1], weights_only=True))
 
@@ -123,7 +123,7 @@ def test_a_run_that_was_stopped_continues_exactly(outcome, tmp_path, ranks):
     stopped = run_script(
         copy_script("hugging_face.py", tmp_path, new=STOP_AT_STEP_30), tmp_path, ranks
     )
-    (last,) = sorted(tmp_path.glob("out/step-*.pt"))[-1:]
+    (last,) = sorted(tmp_path.glob("out-*/step-*.pt"))[-1:]
     assert 30 <= int(last.name.split("-")[1]) < 40  # in the middle of the second epoch
     assert not (tmp_path / "model").exists()
     resumed = run_script(TUTORIAL / "hugging_face.py", tmp_path, ranks)
