@@ -83,7 +83,7 @@ def list_files(data: str) -> list[str]:
     """
     names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
-        raise FileNotFoundError(f"{data}: no such file, and no file matches this pattern")
+        raise FileNotFoundError(f"{data!r}: no such file, and no file matches this pattern")
     for name in names:
         if not os.path.isfile(name):
             raise OSError(f"{name}: is not a regular file; for a folder, give '{name}/*.txt'")
@@ -110,7 +110,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     arrays = [_read_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
     tokens: Tokens = tuple(filter(len, arrays))
     if not tokens:
-        raise ValueError(f"{names[0]}: is empty (empty data files: {len(names)})")
+        raise ValueError(f"{names[0]}: is empty, and no other file has data")
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]
     if 0 < len(token_files) < len(names):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
@@ -317,7 +317,7 @@ def num_windows(n: int, block_size: int) -> int:
     n <= block_size.
     """
     if n <= block_size:
-        raise ValueError(f"{n} tokens are too few for a window of {block_size} and its last target")
+        raise ValueError(f"{n} tokens are too few: block size {block_size} needs {block_size + 1}")
     return max(1, n // block_size - 1)
 
 

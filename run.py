@@ -228,10 +228,10 @@ def train(flags: Flags, given: set[str]) -> int:
         with usage_errors(f"--data {flags.data or '(default text)'}: "):
             steps_per_epoch = chardata.steps_per_epoch(plan)
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
+        limit = "--steps" if total == flags.steps else "--epochs"
         tokens_at = partial(chardata.tokens_before, plan)
         if start_step >= total:
             if rank0:
-                limit = "--steps" if total == flags.steps else "--epochs"
                 say(
                     f"The run in {flags.out} is finished: {start_step} steps. To continue, give a "
                     f"higher {limit}; for a new run, name another --out."
@@ -316,8 +316,11 @@ def train(flags: Flags, given: set[str]) -> int:
                 storage.check_shared_folder(flags.out)
 
         if rank0:
-            kind = f"{world.size} x {world.device.type}, {dtype_name}"
-            say(f"Training: {kind}, steps {start_step + 1} to {total} in {flags.out}")
+            size, kind = sum(map(torch.numel, model.parameters())), world.device.type
+            say(
+                f"Training: {size:,} parameters on {world.size} x {kind} in {dtype_name}, steps "
+                f"{start_step + 1} to {total} (set by {limit}), in {flags.out}"
+            )
         log = partial(append_metrics, storage, flags.out)
         # If the thread of the pool used several OpenMP threads, there would be more OpenMP threads
         # than CPUs. Idle ones would then sleep at once: training on a CPU would be a third slower.

@@ -36,7 +36,9 @@ def add_commands(
     @cli.command("info")
     @click.argument("out", envvar="DDPKIT_OUT", default="out")
     def info(out: str) -> None:
-        """Describe the newest checkpoint in OUT, and print which checkpoints there verify.
+        """Describe the newest checkpoint in OUT.
+
+        Then print for each checkpoint whether it verifies.
 
         \b
           python run.py info out
@@ -62,7 +64,9 @@ def add_commands(
         "-o", "--output", default="loss.png", metavar="FILE", help="A .png, .svg or .pdf."
     )
     def plot(outs: tuple[str, ...], output: str) -> None:
-        """Draw loss, throughput and learning rate of the runs in the folders OUT as one figure.
+        """Draw the metrics of the runs in the folders OUT.
+
+        One figure shows loss, tokens/s and learning rate of all runs.
 
         \b
           python run.py plot out out-wider -o loss.svg
@@ -80,11 +84,14 @@ def add_commands(
             plot.draw(
                 [plot.parse(out, *(text(out, name) for name in names)) for out in outs], output
             )
+        click.echo(f"wrote {output}")
 
     @cli.command("tensorboard")
     @click.argument("outs", nargs=-1, required=True, metavar="OUT...")
     def tensorboard(outs: tuple[str, ...]) -> None:
-        """Write the metrics in the folders OUT as TensorBoard events; run it again for newer ones.
+        """Write the metrics in the folders OUT for TensorBoard.
+
+        Call it again during a training, to get the newer metrics.
 
         \b
           python run.py tensorboard out && tensorboard --logdir out
@@ -92,6 +99,7 @@ def add_commands(
         with usage_errors():
             for out in outs:
                 extra("board").write_events(open_storage(out).read_text(out, "metrics.jsonl"), out)
+                click.echo(f"wrote events: see them with tensorboard --logdir {out}")
 
     @cli.command("export")
     @click.argument("out", envvar="DDPKIT_OUT", default="out")
@@ -121,6 +129,7 @@ def add_commands(
                 [entry] = target.parse_names([os.path.basename(state["name"])])
                 saved = {key: value for key, value in state.items() if key != "name"}
                 target.save(output, saved, entry.step, entry.loss)
+                click.echo(f"wrote {output}")
                 return
             export, exchange, vocabulary = extra("export"), extra("exchange"), state["vocabulary"]
             shape = ("arch", "block_size", "layers", "heads", "embd", "dropout")
@@ -129,6 +138,7 @@ def add_commands(
             words = {"kind": vocabulary["kind"], "chars": vocabulary["chars"]}
             model = exchange.Model(config, words, state["model"])
             export.write(model, format, output, exchange.to_gpt2, exchange.make_tokenizer)
+        click.echo(f"wrote {output}")
 
     @cli.command("doctor")
     def doctor() -> None:

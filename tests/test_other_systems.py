@@ -240,7 +240,7 @@ def test_the_last_script_of_the_tutorial_stops_and_resumes(results, system):
     assert (stopped.code, resumed.code) == (0, 0) and stopped.err == resumed.err == "", results
     (reference, end), linux = results("linux", "tutorial")
     assert stopped.out.count("\n") == 1 and stopped.out == reference.out
-    assert resumed.out.count("\n") == 2 and resumed.out == end.out
+    assert resumed.out.count("\n") == 3 and resumed.out == end.out
     assert same(state(folder / "out-tutorial"), state(linux / "out-tutorial"))
 
 

@@ -197,7 +197,8 @@ def test_resume_with_another_number_of_ranks_keeps_the_order_of_the_data(done, t
     ran = run("--out", tmp_path, "--log-every", 1, "--accum", 2, "--spawn", 2)
     assert ran.code == 0, ran
     assert ran.out.startswith(
-        f"Training: 2 x cpu, float32, steps {before + 1} to 50 in {tmp_path}\n"
+        "Training: 3,648 parameters on 2 x cpu in float32, "
+        f"steps {before + 1} to 50 (set by --steps), in {tmp_path}\n"
     )
     assert [step for step, _ in losses(tmp_path)] == list(range(1, 51))
     _, alone = done("alone")
@@ -210,7 +211,9 @@ def test_a_finished_run_continues_with_more_epochs(text, tmp_path):
     assert first.code == 0 and "Done: 38 steps" in first.out, first
 
     on = run("--out", tmp_path, "--epochs", 2)
-    assert on.code == 0 and f"steps 39 to 76 in {tmp_path}\nstep 40/76 " in on.out, on
+    assert (
+        on.code == 0 and f"steps 39 to 76 (set by --epochs), in {tmp_path}\nstep 40/76 " in on.out
+    ), on
     assert [step for step, _ in losses(tmp_path)] == [10, 20, 30, 38, 40, 50, 60, 70, 76]
 
 
@@ -380,7 +383,11 @@ def test_a_run_of_version_0_1_continues_with_the_losses_of_version_0_1(tmp_path,
     assert ran.code == 0 and "over 2,999 tokens, in float32" in ran.out, ran
 
     ran = run("--out", out, "--data", data, "--log-every", 1, "--device", "cpu")
-    assert ran.code == 0 and ran.err == "" and f"steps 21 to 50 in {out}\n" in ran.out, ran
+    assert (
+        ran.code == 0
+        and ran.err == ""
+        and f"steps 21 to 50 (set by --steps), in {out}\n" in ran.out
+    ), ran
     unbroken = list(map(json.loads, (OLD / f"{optimizer}-unbroken.jsonl").read_text().splitlines()))
     expected = {line["step"]: line["loss"] for line in unbroken if "loss" in line}
     assert sorted(expected) == list(range(21, 51))
@@ -969,7 +976,10 @@ def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replace
         *range(1, 101)
     ]
     first, *others = [row for row in rows if "  eta " not in row]
-    assert first == f"Training: 1 x cpu, float32, steps 1 to 100 in {out}"
+    assert first == (
+        "Training: 3,648 parameters on 1 x cpu in float32, "
+        f"steps 1 to 100 (set by --steps), in {out}"
+    )
     assert re.fullmatch(r"step 50  validation loss \d\.\d{4} over \d+ tokens", others[0])
     assert re.fullmatch(r"step 100  validation loss \d\.\d{4} over \d+ tokens", others[1])
     assert others[2].startswith("Done: 100 steps") and others[-1].endswith(

@@ -34,6 +34,8 @@ def resume_(model, opt, world):
     for name, reason in rejected.items():
         print(f"{name}: {reason}")
         ckpt.set_aside("out-tutorial", name)
+    if found:  # on rank 0
+        print(f"continuing after step {found.entry.step}; to start again, delete out-tutorial")
     ckpt.restore_(found.state if found else {}, model, [opt])
     return ddp_setup.from_rank_zero(lambda: found.entry.step if found else 0, world)
 

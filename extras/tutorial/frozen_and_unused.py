@@ -78,9 +78,9 @@ def main(world):
     model = TwoTasks()
     replica = ddp_setup.replicate(model, world, find_unused_parameters=True)
     opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.003)
-    # All ranks together have 4 micro-batches per step. 4 divides len(train), so no rank runs out of
-    # them before the others. That rank would compute one again with weight 0, and a head that is
-    # used only there would get the gradient 0 instead of none.
+    # All ranks together have 4 micro-batches per step. 4 divides len(train), so all ranks have the
+    # same number. A rank that had fewer would repeat one with weight 0. Then a head that is used
+    # only in that one would get the gradient 0, although it should have none.
     if 4 % world.size:
         raise ValueError(f"{world.size} ranks cannot share 4 micro-batches: use 1, 2 or 4")
     step, accum = 0, 4 // world.size

@@ -67,8 +67,8 @@ def keep_signals_away(worker_id):
     """Let a worker of the DataLoader live until the rank has reacted to a stop signal.
 
     torchrun and the terminal send signals to a process group; setsid takes the worker out of it.
-    SLURM can send SIGUSR1 to all processes. SIGTERM must still end the worker: Python sends it to
-    the worker when the rank fails, and then waits for the worker.
+    SLURM can send SIGUSR1 to all processes, so the worker ignores it. But the worker must not
+    ignore SIGTERM: if the rank fails, Python sends it to the worker, and waits until it has ended.
     """
     os.setsid()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -86,6 +86,8 @@ def resume_(model, opt, world):
     for name, reason in rejected.items():
         print(f"{name}: {reason}")
         ckpt.set_aside("out-stream", name)
+    if found:  # on rank 0
+        print(f"continuing after step {found.entry.step}; to start again, delete out-stream")
     ckpt.restore_(found.state if found else {}, model, [opt])
     return ddp_setup.from_rank_zero(
         lambda: (found.entry.step, found.state["position"]) if found else (0, 0), world

@@ -47,6 +47,8 @@ def resume_(model, opt, world):
     for name, reason in rejected.items():
         print(f"{name}: {reason}")
         ckpt.set_aside("out-wandb", name)
+    if found:  # on rank 0
+        print(f"continuing after step {found.entry.step}; to start again, delete out-wandb")
     ckpt.restore_(found.state if found else {}, model, [opt])
     step = ddp_setup.from_rank_zero(lambda: found.entry.step if found else 0, world)
     return step, found.state.get("run_id") if found else None  # None on ranks other than 0

@@ -128,7 +128,9 @@ def test_the_last_script_stopped_on_one_process_continues_on_two(outcome, tmp_pa
     (newest,) = sorted(tmp_path.glob("out-*/step-*.pt"))[-1:]
     assert 40 <= int(newest.name.split("-")[1]) < 54  # in the middle of the second epoch
     resumed = run_script(SCRIPTS[4], tmp_path, TORCHRUN)
-    assert len(stopped.lines) == 1 and stopped.lines + resumed.lines == unbroken.lines
+    (first, *lines), step = resumed.lines, int(newest.name.split("-")[1])
+    assert first == f"continuing after step {step}; to start again, delete out-tutorial"
+    assert len(stopped.lines) == 1 and stopped.lines + lines == unbroken.lines
     torch.testing.assert_close(resumed.weights, unbroken.weights, rtol=1e-4, atol=1e-5)
 
 

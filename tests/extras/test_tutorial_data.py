@@ -243,7 +243,9 @@ def test_a_stream_that_was_stopped_continues_with_the_next_row(
     stopped = run("stream.py", tmp_path, *before, stop=stop)
     assert (stopped.step, stopped.state["position"]) == (stop, 100 * stop)
     resumed = run("stream.py", tmp_path, *after)
-    whole = Outcome(stopped.lines + resumed.lines, resumed.state, resumed.step)
+    first, *lines = resumed.lines
+    assert first == f"continuing after step {stop}; to start again, delete out-stream"
+    whole = Outcome(stopped.lines + lines, resumed.state, resumed.step)
     assert_close(whole, unbroken("stream.py", 1, 0))
     if before[0] == after[0]:
         assert same(resumed.state, unbroken("stream.py", after[0], 0).state)
@@ -270,7 +272,8 @@ def test_an_error_beside_workers_of_a_dataloader_ends_the_program(tmp_path, rank
 def test_a_stream_that_was_read_to_its_end_stays_as_it_is(tmp_path):
     first = run("stream.py", tmp_path)
     again = run("stream.py", tmp_path)
-    assert again.lines == [] and same(again.state, first.state) and again.step == first.step
+    assert again.lines == ["continuing after step 51; to start again, delete out-stream"]
+    assert same(again.state, first.state) and again.step == first.step == 51
 
 
 # ---------------------------------------------------------------------------------------- images
@@ -296,7 +299,9 @@ def test_images_continue_in_the_middle_of_an_epoch(unbroken, tmp_path, before, a
     stopped = run("images.py", tmp_path, before, stop=31)
     assert stopped.step == 31 and len(stopped.lines) == 1
     resumed = run("images.py", tmp_path, after)
-    whole = Outcome(stopped.lines + resumed.lines, resumed.state, resumed.step)
+    first, *lines = resumed.lines
+    assert first == "continuing after step 31; to start again, delete out-images"
+    whole = Outcome(stopped.lines + lines, resumed.state, resumed.step)
     assert_close(whole, unbroken("images.py", 1))
     if before == after:
         assert same(resumed.state, unbroken("images.py", after).state)
@@ -414,7 +419,8 @@ def test_a_resumed_run_continues_the_same_wandb_run(unbroken, offline, tmp_path,
     # 4_checkpoints.py is the script without the logger
     without = unbroken("4_checkpoints.py", 1)
     torch.testing.assert_close(resumed.state["model"], without.state["model"], rtol=1e-4, atol=1e-5)
-    assert_same_lines(stopped.lines + resumed.lines, without.lines)
+    assert resumed.lines[0] == "continuing after step 40; to start again, delete out-wandb"
+    assert_same_lines(stopped.lines + resumed.lines[1:], without.lines)
 
     # A run in wandb/ for each start, although one of them had two ranks.
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*"))

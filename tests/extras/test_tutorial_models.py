@@ -127,7 +127,9 @@ def test_a_run_that_was_stopped_continues_exactly(outcome, tmp_path, ranks):
     assert 30 <= int(last.name.split("-")[1]) < 40  # in the middle of the second epoch
     assert not (tmp_path / "model").exists()
     resumed = run_script(TUTORIAL / "hugging_face.py", tmp_path, ranks)
-    assert stopped.numbers + resumed.numbers == unbroken.numbers and len(stopped.numbers) == 3
+    step, *numbers = resumed.numbers  # the first line says from where it continues
+    assert step == int(last.name.split("-")[1])
+    assert stopped.numbers + numbers == unbroken.numbers and len(stopped.numbers) == 3
     assert same(resumed.state, unbroken.state)
 
 
