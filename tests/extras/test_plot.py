@@ -180,7 +180,8 @@ def test_labels_name_the_flags_in_which_runs_differ():
 def test_a_plot_of_two_runs_is_the_same_picture_each_time(done, tmp_path):
     outs = [done("gpt2")[1], done("modern")[1]]
     for name in ("a.svg", "b.svg", "a.png"):
-        assert run("plot", *outs, "-o", tmp_path / name) == Ran(0, "", "")
+        file = tmp_path / name
+        assert run("plot", *outs, "-o", file) == Ran(0, f"wrote {file}\n", "")
     picture = (tmp_path / "a.svg").read_text()
     assert picture == (tmp_path / "b.svg").read_text() and "gpt2 (arch gpt2)" in picture
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
