@@ -18,6 +18,7 @@ FOREIGN_FLAGS = {
     "srun, sbatch": "--nodes --ntasks-per-node --gpus-per-node --cpu-bind --exclusive --time --signal "
     "--requeue --open-mode",
     "tests/bench.py": "--gpu --nanogpt",
+    "pytest": "--dist",
     "others": "--logdir --no-index --check --out_dir --init_from",
 }
 
