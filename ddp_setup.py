@@ -186,8 +186,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         raise
     finally:
         # After the last collective, a thread of gloo still needs the GIL, which sleep releases. If
-        # Python shuts down before that thread has ended, the process aborts
-        # (github.com/pytorch/pytorch/pull/179291, in 2.13).
+        # Python shuts down before that thread has ended, the process aborts. This is a bug of torch
+        # 2.13: see github.com/pytorch/pytorch/pull/179291.
         time.sleep(0.1)
     if exit_request:
         raise exit_request
@@ -326,11 +326,13 @@ def _watch_ranks(
     is, if no rank has reported an error.
     """
     keys = [f"state of {rank}" for rank in range(env.size)]
-    before = None  # `progress`, one interval ago
+    numbers: Any = None
+    compiled = 0
     counts = list[int]()  # values of the counter while this rank was stuck
     while not block_ended.wait(timeout / 20):
         line, compiles = _inspect_threads(main)
-        numbers, waiting = _inspect_collectives(cuda)
+        before = numbers, compiled  # one interval ago
+        numbers, waiting = _inspect_collectives(cuda, numbers)
         waiting = waiting or not joined.is_set()
         count, compiled = 0, 0
         with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.
@@ -338,9 +340,7 @@ def _watch_ranks(
             store.set(keys[env.rank], json.dumps([count, line]))
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
             waiting = waiting or store.add("reported", 0) > 0
-        progress = numbers, compiled
-        counts = [*counts, count] if waiting and progress == before else []
-        before = progress
+        counts = [*counts, count] if waiting and (numbers, compiled) == before else []
         if len(counts) < 20:
             continue
         ranks = ["no answer from rank 0"]
@@ -371,23 +371,26 @@ def _inspect_threads(main: int) -> tuple[str, bool]:
     return next(program, "a library"), bool(re.search(compiler, f"{stacks}"))
 
 
-def _inspect_collectives(cuda: bool) -> tuple[list[tuple[str, str]], bool]:
+def _inspect_collectives(cuda: bool, before: Any) -> tuple[list[tuple[str, str]], bool]:
     """Read torch's flight recorder, which numbers the collectives of each process group.
 
-    Returns (number of the last started, number of the last completed) for each group, and whether a
-    collective has not completed.
+    Returns (number of the last started, number of the last completed) for each group, and whether
+    this rank waits in a collective. before: these numbers, one interval ago.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
+    # The arguments of `dump` are: with each collective, only active collectives.
     numbers = [
         (group["last_enqueued_collective"], group["last_completed_collective"])
         for group in json.loads(dump(False, True))["pg_status"].values()
     ]
-    waiting = any(started != completed for started, completed in numbers)
-    if waiting and not cuda:
-        # With gloo, "last completed" can be too low, because threads write it in any order.
-        entries = json.loads(dump(True, False)).get("entries", [])
-        waiting = not all(entry["retired"] for entry in entries)
+    if cuda:
+        return numbers, any(started != completed for started, completed in numbers)
+    # gloo completes collectives in any order, so the last one can be complete while an earlier one
+    # is not. So look at each of them. This takes up to 0.1 s, so do it only if no number changed.
+    waiting = numbers == before and not all(
+        entry["retired"] for entry in json.loads(dump(True, False)).get("entries", [])
+    )
     return numbers, waiting
 
 
@@ -643,6 +646,7 @@ def _run_rank(
     The exit code after an exception is its attribute `exit_code`, else 1, as in process_group.
     """
     _die_with_parent(parent)
+    # With TORCHELASTIC_USE_AGENT_STORE, rank 0 does not serve the store, because the parent does.
     os.environ.update(
         RANK=f"{rank}",
         LOCAL_RANK=f"{rank}",

@@ -99,8 +99,8 @@ def train_(
         becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
         None, train_ leaves "lr" to the caller, for example to a torch scheduler. To resume with a
         scheduler, create it (this changes each "lr"), load its state, and then copy its
-        get_last_lr() into each "lr". OneCycleLR and CyclicLR also change the momentum, unless
-        cycle_momentum is False: copy it too.
+        get_last_lr() into each "lr". OneCycleLR and CyclicLR also change the momentum, which
+        get_last_lr() does not return: switch this off with cycle_momentum=False.
     clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
@@ -292,9 +292,9 @@ def evaluate(
 
     It is NaN if no rank has a batch. All ranks must call this function. Their numbers of batches
     may differ or be 0. With FSDP2 they must be equal: see pad_batches in extras/fsdp.py.
-    stop: is called before each batch and once at the end, also on a rank that has no batch left
-        while others have. If it returns true on any rank, all ranks return None. (On CUDA, the last
-        call has no effect.)
+    stop: is called equally often on all ranks: once more than the largest number of batches of a
+        rank. (On CUDA twice more, and the last call has no effect.) If it returns true on any rank,
+        all ranks return None.
 
     evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, rank 0
     first sends its buffers to all ranks, unless broadcast_buffers is False.
@@ -355,7 +355,8 @@ def group_batches(
     and declares 0: see train_. A step whose count is 0 on all ranks is left out. ValueError on a
     rank that has no batch at all while others have.
 
-    Batches are read one step ahead, so do not resume from the position of a loader.
+    group_batches reads one step ahead, so the saved state of a loader would be one step too far. To
+    resume, skip the batches of the finished steps instead.
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:

@@ -211,6 +211,12 @@ def wait_for_one_another(kind: str) -> None:
             file = "_inductor/compile_fx" if "kernels" in kind else "_dynamo/convert_frame"
             compiles = "compiles" in kind
             run_in(f"time.sleep({5 if compiles else 60})", file, in_function=compiles)
+        if kind == "only the later of two collectives is complete":
+            earlier = dist.all_reduce(torch.ones(50_000_000), async_op=True)
+            dist.all_reduce(torch.ones(1))  # in gloo's other thread
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            earlier.wait()  # here rank 0 waits
         if kind == "the program has destroyed the group":
             dist.destroy_process_group()
             time.sleep(9 * (world.rank == 0))

@@ -45,6 +45,7 @@ HANGING = (  # ranks that spawn() starts
     "rank 1 is stopped while the group is made",
     "rank 1 does not join the second group",
     "rank 1 imports the compiler",
+    "only the later of two collectives is complete",
 )
 HEALTHY = (  # ranks without a launcher, which start sooner
     "nobody waits",
@@ -573,6 +574,14 @@ def test_a_rank_that_was_stopped_in_a_compilation_does_not_keep_the_others_waiti
 def test_a_rank_that_is_missing_while_the_group_is_made_is_named(runs, run):
     ended = runs(run)
     waits = line_of("init(*args, **{**kwargs, **hour})")
+    assert ended.codes == [1] and ended.lines() == [
+        f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
+    ]
+
+
+def test_a_rank_that_waits_for_the_earlier_of_two_collectives_is_stuck(runs):
+    ended = runs("only the later of two collectives is complete")
+    waits = line_of("earlier.wait()  # here rank 0 waits")
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
     ]
