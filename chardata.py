@@ -5,7 +5,7 @@
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
     verify_unchanged(corpus)
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        # count: number of targets in the global batch; 0 on a rank without data: see steps.
+        # count: number of targets in the global batch, but 0 on a rank without a window: see steps
         weight = 1 / count if count else 0
         for x, y in micro_batches:
             (weight * loss_sum(model, x, y)).backward()
@@ -34,7 +34,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from pydoc_data.topics import topics
+from pydoc_data.topics import topics  # for default_text
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +62,7 @@ class BatchPlan(NamedTuple):
     """Which windows make up each global batch.
 
     All ranks must have equal plans, and a run must resume with the plan with which it began.
-    Another plan means other windows, and causes no error.
+    A plan with other values, except for vocab, means other windows, and causes no error.
     """
 
     tokens: Tokens
@@ -98,7 +98,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
 
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
     llm.c) always have kind "ids". A .bin of another type can be misread: write .npy instead. The
-    vocabulary size is `vocab` if given, and ids are not compared with it. Otherwise it is the
+    vocabulary size is `vocab` if given; steps() compares the ids with it. Otherwise it is the
     highest id + 1, rounded up to a multiple of 64.
 
     Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Kind "char" is in
@@ -210,12 +210,11 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
     The hash also depends on the type and the length of each array, but not on the names of files.
-    Of an array above 16 blocks, only 16 blocks are read: a change between them is not noticed. A
-    block is 1 MiB. It is smaller, but at least 4 KiB, if more than 16 arrays have more than 256 MiB
-    in total.
+    An array of up to 16 MiB is read completely. Of a longer one, only 16 blocks of 1 MiB are read,
+    and a change between them is not noticed. If there are more than 16 arrays, with more than 256
+    MiB in total, the blocks are smaller: all blocks of all arrays are then about 256 MiB. But a
+    block has at least 4 KiB.
     """
-    # 16 blocks of (16 MiB / number of arrays) from each array are 256 MiB in total. Above 4,096
-    # arrays, the minimum of 4 KiB makes it more.
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
         block = min(MIB, max(4096, 16 * MIB // len(tokens)))
@@ -274,9 +273,10 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
 
 
 def decode(ids: Iterable[int], kind: str, chars: str) -> Iterator[str]:
-    """Yield the text of token ids, each character when it is complete.
+    """Yield the text of token ids, piece by piece.
 
-    Kind "ids" gives the numbers, each with a space after it.
+    With kind "byte", a character comes with its last byte. Kind "ids" gives the numbers, each with
+    a space after it.
     """
     if kind == "byte":
         return codecs.iterdecode((bytes([i]) for i in ids), "utf-8", "replace")
@@ -339,25 +339,24 @@ def steps(
     """Yield (micro-batches of this rank, count) for step `start` and all later steps, without end.
 
     Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. x and y
-    overlap in memory: do not write into them. Divide the sum of the losses by `count`, the number
-    of targets in the global batch. (It is 0 on a rank without a window, see below.)
+    overlap in memory: do not write into them. `count` is the number of targets in the global batch,
+    by which the sum of the losses is divided. But on a rank without a window, it is 0 (see below).
 
-    Ranks can have different numbers of micro-batches, at most `accum`. So synchronise gradients
-    once per step: with DistributedDataParallel, use no_sync() for all micro-batches but the last.
-    The global batches do not depend on `world_size` and `accum`, so a run can resume with other
-    values.
+    A rank divides its windows of a step into `accum` micro-batches, or fewer if it has fewer
+    windows. So ranks can have different numbers of micro-batches. Synchronise gradients once per
+    step: with DistributedDataParallel, use no_sync() for all micro-batches but the last. The global
+    batches do not depend on `world_size` and `accum`, so a run can resume with other values.
 
     If a global batch has fewer windows than there are ranks, some ranks get the count 0 and a
     substitute micro-batch. They must run forward and backward on it too, with the weight 0, because
     the other ranks wait for them.
 
-    In an epoch, the windows divide the data, from an offset on, into pieces of T inputs without
-    gaps. They are used in random order. Offset and order depend on (seed, epoch). At most 2 * T - 2
-    tokens at the two ends of the data are in no window of the epoch. Which ones these are depends
-    on the offset.
+    In an epoch, the windows divide the data, which begins at an offset, into pieces of T inputs
+    without gaps. They are used in random order. Offset and order depend on (seed, epoch). At most
+    2 * T - 2 tokens, before the first window and after the last one, are in no window of the epoch.
 
-    Raises ValueError if the data has no more than T tokens, or if an id of this rank is not below
-    plan.vocab. Other ranks do not notice such an id, and the caller must end them.
+    Raises ValueError if the data has no more than T tokens, or if this rank reads an id that is not
+    below plan.vocab. Other ranks do not notice such an id, and the caller must end them.
     """
     tokens, block_size, batch_size, seed, vocab = plan
     n = num_tokens(tokens)
@@ -374,20 +373,18 @@ def steps(
         # Either each of them has batch_size windows, or G = 1 and it is the last, smaller step.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
-        windows = min(batch_size, epoch_windows - first_step * batch_size)
+        windows = min(batch_size, epoch_windows - first_step * batch_size)  # of one step
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
+        # order, (G, B): for each step, the numbers of this rank's windows
         order = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
-        if not mine.size:  # no window: window 0 is the substitute, with the count 0
-            order, windows = np.zeros_like(group), 0
+        count = windows * block_size
+        if not mine.size:  # This rank has no window. The substitute is window 0.
+            order, count = np.zeros_like(group), 0
         offset = _key(seed, epoch, "offset") % (n - epoch_windows * block_size)
-        positions = offset + order * block_size
-        rows = _to_tensor(_gather(tokens, views, positions, size), vocab)
-        share = positions.shape[1]
-        parts = min(accum, share)
-        cuts = [share * i // parts for i in range(1, parts)]
-        for step_rows in rows:
-            batches = [(micro[:, :-1], micro[:, 1:]) for micro in step_rows.tensor_split(cuts)]
-            yield batches, windows * block_size
+        rows = _gather(tokens, views, offset + order * block_size, size)
+        for step_rows in _to_tensor(rows, vocab):
+            parts = step_rows.tensor_split(min(accum, len(step_rows)))
+            yield [(part[:, :-1], part[:, 1:]) for part in parts], count
         start += len(group)
 
 
@@ -406,9 +403,10 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
     whole = windows * block_size
-    # Cut the whole windows into batches of about equal size, so that the ranks have similar work.
-    # At most max_batches, a multiple of world_size, are made. The rest, shorter than a window, is
-    # one more batch. max(1, ...), because there may be no whole window.
+    # Divide the whole windows into batches of about equal size, so the ranks have similar work.
+    # There are at most max_batches: the lowest multiple of world_size with which no batch has more
+    # than batch_size windows. The targets after the last whole window are one more batch. Both
+    # max(1, ...) are for data without a whole window.
     max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
     targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
     # Batch k has the inputs edges[k] to edges[k + 1] - 1. Each target is one position further.
@@ -465,9 +463,10 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     Time and memory do not depend on n.
 
     Method (a Feistel network): write the index as left * b + right, with left < a and right < b.
-    Four times, change left to (left + hash of right) modulo a, then right to (right + hash of left)
-    modulo b. This can be undone, so it is a bijection of range(a * b), which contains range(n).
-    Repeat it while the result is n or more ("cycle walking", Black and Rogaway, 2002).
+    In each of four rounds, change left to (left + hash of right) modulo a, then right to
+    (right + hash of left) modulo b. Each round can be undone, so the rounds are a bijection of
+    range(a * b), which contains range(n). Repeat them while the result is n or more ("cycle
+    walking", Black and Rogaway, 2002).
     """
     a = math.isqrt(n - 1) + 1
     b = (n - 1) // a + 1
@@ -475,8 +474,8 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.ones_like(out, bool)
     while outside.any():
         left, right = divmod(out[outside], b)
-        # Two passes are one of the four rounds. A pass changes `left`, then exchanges left with
-        # right and a with b. So the next pass changes the other half.
+        # Eight half rounds: each changes `left`, and exchanges left with right and a with b. So the
+        # next one changes the other half.
         for i in range(8):
             # The inner % keeps the sum within 64 bits.
             left, right = right, (left + _hash(right, key + i) % a) % a

@@ -8,7 +8,7 @@
         for name in rejected:
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
-    step = [found.entry.step if found else 0]    # of rank 0; the next line sends it to all ranks
+    step = [found.entry.step if found else 0]    # of rank 0; sent to all ranks here:
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(step)
     ...
@@ -21,12 +21,13 @@ a thread. Functions that use files raise OSError if the file system fails.
 
 To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
 of each future: it raises the error of the save. For training on a CPU, give the executor also
-initializer=torch.set_num_threads and initargs=(1,). Otherwise there are more threads than CPUs, and
-the training gets slower.
+initializer=torch.set_num_threads and initargs=(1,). Otherwise its thread starts more OpenMP
+threads, there are more threads than CPUs, and the training gets slower.
 
 If a function raises on rank 0 only, the others wait in their next collective until rank 0 ends or
-the timeout is over. With wait_together() of ddp_setup.py, all ranks raise rank 0's ValueError or
-OSError. After another error, such as NotImplementedError for a sharded checkpoint, let rank 0 end.
+the timeout is over. If rank 0 calls the function in wait_together() of ddp_setup.py, all ranks
+raise its ValueError or OSError. Do not catch another error, such as NotImplementedError for a
+sharded checkpoint: rank 0 must end, so that the others stop waiting.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` returns the
@@ -90,9 +91,9 @@ class Found(NamedTuple):
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
     """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
-    Every rank must call this. In a process group, ranks above 0 get {} in place of the states. The
-    names are those of the model without its wrappers: see unwrap. An optimizer that has no state
-    yet becomes {}. The copies share no memory with the model, so training can continue at once.
+    Every rank must call this. In a process group, ranks above 0 get {} as "model" and "optimizers".
+    The names are those of the model without its wrappers: see unwrap. An optimizer without a state
+    becomes {}. The copies share no memory with the model, so training can continue at once.
 
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
     plain Python values, for example the state of a scheduler. They are not copied: do not change
@@ -130,8 +131,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
 def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Put the state from snapshot() into a model and optimizers.
 
-    Every rank must call this. In a process group, all ranks get the state of rank 0. If this is {},
-    nothing changes.
+    Every rank must call this. In a process group, all ranks get the state of rank 0. If rank 0 has
+    {}, nothing changes.
 
     The optimizers get their saved state of each parameter, such as Adam's exp_avg. If `state` has
     no "optimizers", the optimizers lose their present state. Settings, such as the learning rate,
@@ -140,9 +141,10 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     LBFGS, or an optimizer with state in its param_groups, such as Prodigy.
 
     ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
-    model does not have. The model is then unchanged, but gradients and the state of the optimizers
-    may be deleted. (Adam with eps=0 also changes weights, because each optimizer does a step with
-    zero gradients and learning rate 0 to get its initial state.)
+    model does not have. The model is then unchanged, but gradients may be deleted, and an optimizer
+    may have no state, or the saved one. (Exception: to get its initial state, each optimizer does a
+    step with zero gradients and learning rate 0. Adam with eps=0 then sets the weights to NaN, as
+    it divides 0 by 0.)
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -165,7 +167,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         for parameter, likes in initial.items():
             if values := unused.pop(names[parameter], {}):
                 where = f"optimizer state of {names[parameter]}: "
-                # A fused optimizer would compute nonsense with other shapes.
+                # A fused optimizer does not check shapes. With others, it computes nonsense.
                 check_same(_flatten(values), _flatten(likes), where)
                 receive = partial(_receive, device=parameter.device)
                 optimizer.state[parameter] = {
@@ -174,7 +176,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                     for key, value in values.items()
                 }
         if unused:
-            raise ValueError(f"the checkpoint has state of {min(unused)} for another optimizer")
+            raise ValueError(f"an optimizer has state of {min(unused)} only in the checkpoint")
     model.load_state_dict({name: _receive(state["model"][name], ours[name]) for name in ours})
 
 
@@ -202,7 +204,7 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
 
 
 def _flatten(values: State) -> State:
-    """Return the optimizer state of a parameter, with one entry for each tensor of a list."""
+    """Return the optimizer state of a parameter, {"a": [x, y]} as {"a": x, "a 1": y}."""
     return {
         f"{key} {i or ''}".rstrip(): leaf
         for key, value in values.items()
@@ -215,7 +217,8 @@ def _receive(value: Any, like: Any, device: torch.device | None = None) -> Any:
 
     Every rank must call this. value: on ranks above 0, tensors are on "meta". like: if it is a
     tensor with the shape of the value, the result gets its device, its strides, and its sharding if
-    it is a DTensor. device: for the broadcast, if not that of `like`.
+    it is a DTensor. device: on which to broadcast, if not that of `like`. NCCL cannot broadcast a
+    tensor on the CPU, such as Adam's "step".
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
@@ -226,7 +229,7 @@ def _receive(value: Any, like: Any, device: torch.device | None = None) -> Any:
         new.copy_(value)
     if dist.is_initialized():
         dist.broadcast(new, 0)
-    if new.shape != getattr(like, "shape", None):  # the extra state of a module
+    if new.shape != getattr(like, "shape", None):  # extra state of a module: any shape is valid
         return new
     if hasattr(like, "placements"):
         # With the source None, no rank sends: each one takes its part of `new`.
@@ -249,7 +252,7 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
     """Raise ValueError unless both state dicts have the same names, shapes and dtypes.
 
     theirs: from a checkpoint. where: the beginning of the message. The value of get_extra_state()
-    of a module may have any type and shape, because these can change during a training.
+    of a module may have any type and shape, because a module can change it during a training.
     """
     for name in ours | theirs:
         a, b = (_kind(name, values) for values in (theirs, ours))
@@ -279,7 +282,7 @@ def save(
     prune(folder, keep) follows. If the folder has checkpoints with higher steps, prune() can delete
     the new one at once. Damaged checkpoints count too, until set_aside().
 
-    ValueError if load() would refuse the file, for example because of NaN. It is then not written.
+    ValueError if load() would refuse the file, for example because of NaN. No file is then left.
     ValueError also if keep < 1, after the file was written. After an error in writing, the earlier
     checkpoints are untouched.
     """

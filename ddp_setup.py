@@ -71,7 +71,7 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
     """Read the variables that torchrun sets for each process.
 
     Without RANK and WORLD_SIZE, return the world of a single process. ValueError if the variables
-    are incomplete or contradict one another, or if srun started several tasks without them.
+    are incomplete or contradict one another, or if srun started several tasks without setting them.
     """
     if "RANK" not in env and "WORLD_SIZE" not in env:
         if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -114,20 +114,20 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     the timeout. Each rank raises these two errors itself.
 
     If a rank is killed, if its device is not available (ValueError), or if an exception (a subclass
-    of Exception) leaves the block, all ranks end:
-    - The rank that failed first raises its own exception.
-    - If a rank was killed or lost, another rank raises ConnectionError, which names the ranks that
-      did not answer. Under spawn, the parent process reports the lost rank instead. If the store is
-      lost too, each rank raises ConnectionError. With most launchers, rank 0 holds the store.
+    of Exception) leaves the block, all ranks end. One rank reports the cause:
+    - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
+      that did not answer. Under spawn, the parent process reports the lost rank instead. If the
+      store is lost too, each rank raises ConnectionError. With most launchers, rank 0 holds it.
     - If all ranks failed in torch.distributed, one of them raises torch's own exception.
-    - All other ranks raise SystemExit in place of their exception. Python prints nothing for it.
-      The exit code is the attribute `exit_code` of the replaced exception, else 1.
+    - Otherwise, the rank that failed first raises its own exception.
+    All other ranks raise SystemExit instead of the exception that they got. Python prints nothing
+    for it. The exit code is the attribute `exit_code` of the replaced exception, else 1.
     But with NCCL, a rank that waits in a collective raises nothing: it ends at the timeout with
     exit code 1, or torch ends it with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt is lost for ranks that still use
-    the group. After sys.exit() and sys.exit(0), it first leaves the group in order, as at the end
-    of the block. After the others, it does not.
+    the group. With sys.exit() and sys.exit(0), it first leaves the group in order, as at the end of
+    the block. With another exit code, and with KeyboardInterrupt, it does not.
 
     After the block, the current GPU, torch's number of threads, and the environment variables
     GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE stay as they were set here.
@@ -147,7 +147,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     exit_request, main = None, threading.get_ident()
     joined, block_ended = threading.Event(), threading.Event()
     try:
-        # Each group needs its own keys. All ranks count their groups, so they get the same number.
+        # Each group needs its own keys. Each rank counts its groups, so all get the same number.
         store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
         world = _select_device(device, env)
         cuda = world.device.type == "cuda"
@@ -253,8 +253,8 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
     Each rank makes a random word. The word of rank 0 is the id. Each other rank writes its word
-    and waits for the reply to it. Rank 0 can find an old word, from before a restart, so it replies
-    until each rank confirms the id.
+    and waits for the reply to it. Rank 0 can find an old word, from before a restart, so it reads
+    the word again and replies, until each rank confirms the id.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """
@@ -319,11 +319,11 @@ def _watch_ranks(
     collective, so no exception can be raised there.
 
     An interval is 1/20 of the timeout. In each interval, each rank adds 1 to the same counter in
-    the store. So this counter serves as a clock. The rank also stores the new count and the line
-    of its program. A rank is stuck if it waits, no collective has started or ended since the last
-    interval, and no rank runs torch.compile. (After a rank has reported an error, all others count
-    as waiting.) A rank that is stuck 20 times in a row ends. The first one prints where each rank
-    is, if no rank has reported an error.
+    the store, and stores the new count with the line of its program. So the counter is a clock that
+    all machines share, and the count shows how old a line is. A rank is stuck if it waits, no
+    collective has started or ended since the last interval, and no rank runs torch.compile. (After
+    a rank has reported an error, all others count as waiting.) A rank that is stuck 20 times in a
+    row ends. The first one prints where each rank is, if no rank has reported an error.
     """
     keys = [f"state of {rank}" for rank in range(env.size)]
     numbers: Any = None
@@ -379,7 +379,7 @@ def _inspect_collectives(cuda: bool, before: Any) -> tuple[list[tuple[str, str]]
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
-    # The arguments of `dump` are: with each collective, only active collectives.
+    # dump(include_collectives, only_active)
     numbers = [
         (group["last_enqueued_collective"], group["last_completed_collective"])
         for group in json.loads(dump(False, True))["pg_status"].values()
@@ -516,8 +516,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
     Only the main thread can use this function. If these signals were blocked, they are unblocked
-    and stay unblocked. Of two nested `with` blocks, only the inner one notices a signal. So a block
-    around spawn notices nothing while spawn runs, because spawn has its own.
+    and stay unblocked. Of two nested `with` blocks, only the inner one notices a signal. spawn uses
+    such a block, so a block around spawn notices nothing while spawn runs.
     """
     received, owner = list[int](), os.getpid()
 
@@ -564,7 +564,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 
     The first of these rules that applies decides the result:
     - If all ranks end with the same exit code (not by a signal), it is returned.
-    - If the rank that ended first with an error ended with 130, as after Ctrl-C, 130 is returned.
+    - If the exit code of the first rank with an error is 130, as after Ctrl-C, 130 is returned.
     - If a rank has reported an error through process_group, the code of the rank that ended first
       with an error is returned, or 1 if a signal killed it.
     - Otherwise, ChildProcessError is raised. Its message names the rank that failed or did not end.
@@ -610,9 +610,9 @@ def _wait_for_ranks(
         if not code and any(codes):
             code = next(filter(None, codes))
             failed = codes.index(code)
-            # If no rank has reported the error yet, this process does, and then no rank will. This
-            # is the key "reported" of _choose_reporter, with the prefixes that _connect_to_store
-            # and process_group add.
+            # Whoever adds the first 1 to the key "reported" reports the error: a rank in
+            # _choose_reporter, or this process. Here, the key needs the prefixes that
+            # _connect_to_store and process_group add. Adding 0 only reads the number of the group.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"

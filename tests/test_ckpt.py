@@ -432,7 +432,7 @@ MISFITS = {
     "moment of another shape": "optimizer state of 0.bias: exp_avg is (5,)",
     "moment of another dtype": "optimizer state of 0.bias: exp_avg is (8,) torch.float64",
     "moments of another optimizer": "optimizer state of 3.weight: momentum_buffer is missing",
-    "moments of another parameter": "the checkpoint has state of 3.weight for another optimizer",
+    "moments of another parameter": "an optimizer has state of 3.weight only in the checkpoint",
 }
 
 
