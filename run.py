@@ -205,8 +205,9 @@ def train(flags: Flags, given: set[str]) -> int:
     ):
         # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
         rank0 = world.rank == 0
-        # Ranks with different flags would train different runs.
-        for name, value in ddp_setup.from_rank_zero(lambda: vars(flags), world).items():
+        # Ranks with different flags, or different `given`, would train different runs.
+        values, given = ddp_setup.from_rank_zero(lambda: (vars(flags), given), world)
+        for name, value in values.items():
             if getattr(flags, name) != value:
                 raise ValueError(f"--{name.replace('_', '-')} is not the same on all ranks")
         sharded = flags.checkpoint == "sharded" and world.size > 1

@@ -1269,6 +1269,21 @@ def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_pa
         assert not (tmp_path / "out").exists()
 
 
+def test_a_resumed_run_restores_the_flags_that_rank_0_was_not_given(text, tmp_path):
+    """Here rank 1 was given a flag, with its default value. With its own flags, it would hang."""
+    args = [*TINY, "--data", text, "--out", tmp_path / "out"]
+    assert run(*args, "--steps", 2, "--eval-every", 1).code == 0
+    port = free_port()
+    ranks = [launch_variables(i, 2, port) | {"DDPKIT_STEPS": "4"} for i in range(2)]
+    ranks[1]["DDPKIT_EVAL_EVERY"] = "100"
+    with ExitStack() as stack:
+        programs = [stack.enter_context(Program(*args, env=env)) for env in ranks]
+        ended = [program.finish() for program in programs]
+    assert [(ran.code, ran.err) for ran in ended] == [(0, "")] * 2, ended
+    evaluated = [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line]
+    assert evaluated == [1, 2, 3, 4]
+
+
 def test_bad_input_gives_one_line_under_torchrun(refused):
     name = "min-lr above lr"
     ran, unchanged, _ = refused("torchrun", name)
