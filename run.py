@@ -94,11 +94,19 @@ FRACTION, SEED = click.FloatRange(0, 1, max_open=True), click.IntRange(0, 2**63 
 PATH, DEVICES = click.Path(), ["auto", "cpu", "cuda", "mps"]
 
 
+def check_number(_: click.Context, __: click.Parameter, value: T) -> T:
+    """Return the value of a flag. It must not be nan or infinite, which click's ranges accept."""
+    if isinstance(value, (int, float)) and not value < 2**63:  # nan is not
+        raise click.BadParameter(f"{value} is not a number below 2**63")
+    return value
+
+
 def option(default: T, help: str, type: object = None, **more: object) -> T:
     """Return a dataclass field for a click option. type: a click type, or a list of choices."""
     if isinstance(type, list):
         type = click.Choice(type)
-    return field(default=default, metadata={"default": default, "help": help, "type": type, **more})
+    more |= {"default": default, "help": help, "type": type, "callback": check_number}
+    return field(default=default, metadata=more)
 
 
 @dataclass(frozen=True)
@@ -452,7 +460,7 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
 def find_start(flags: Flags, storage: ModuleType) -> Values:
     """Return the newest checkpoint, or the model of --init-from, or {} for a new model."""
     state = find_checkpoint(flags.out, storage)
-    if not state and flags.init_from:
+    if not state and flags.init_from is not None:
         state = extra("exchange").start_state(
             flags.init_from, flags.out, open_storage(flags.init_from), extra("reader").read
         )
@@ -796,6 +804,10 @@ def sample(
         click.echo()
 
 
+for parameter in sample.params:
+    parameter.callback = check_number
+
+
 @click.command("eval")
 @OUT
 @DEVICE
@@ -812,7 +824,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         model, state = load_model(out, world)
         config = state["config"]
         config["eval_tokens"] = 0  # all
-        if data:
+        if data is not None:
             config |= {"data": data, "val_fraction": 1.0}
             state.pop("data")  # the digest of the run's data
         flags = merge_saved_flags(Flags(out=out), set(), state)
@@ -893,8 +905,10 @@ def main() -> None:
 
     Expected errors become one line. Others get a traceback, unless extras/hints.py knows a remedy.
     """
-    for name in ("stdout", "stderr"):  # Python sets a closed stream to None.
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # Python sets a closed stream to None.
+        stream.reconfigure(errors="replace")  # for characters that a terminal does not have
+        setattr(sys, name, stream)
     warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
     if "OMP_WAIT_POLICY" not in os.environ:
         # A thread of OpenMP that has no work first waits in a busy loop. With the default, 300,000

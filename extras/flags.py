@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 
-LIMIT = 1e12
 # The name of the first flag of each section of the help page of run.py -> the section's title.
 SECTIONS = {
     "data": "Data",
@@ -28,14 +27,13 @@ SECTIONS = {
 
 
 def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIONS) -> None:
-    """Add the flag --config, checks before the group runs, and sections on its help page.
+    """Add the flag --config, a check of the environment, and sections on the help page.
 
     --config names a TOML file with defaults of the group's flags. The environment and the command
     line win over it. Before a command, it holds for the flags that the command shares with the
     group.
     prefix: environment variables that begin with PREFIX_ set flags, and must name flags of the
-    group or of its commands. Numbers, also of commands, must not be nan, which click's ranges
-    accept, nor above LIMIT if their range has no end.
+    group or of its commands.
     sections: maps the name of the first flag of each section to the title of the section.
     """
     known = [f"{param.name}" for param in group.params if param.expose_value]
@@ -54,29 +52,13 @@ def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIO
     config.is_eager, config.expose_value = True, False
     group.params.append(config)
     setattr(group, "format_options", _format_options(group, sections))
-    _before(group, lambda ctx: check_environment(group, prefix))
-    for command in (group, *group.commands.values()):
-        _before(command, check_numbers)
-
-
-def _before(command: click.Command, check: Callable[[click.Context], None]) -> None:
-    """Make the command call check(context) before it runs."""
-    invoke: Callable[[click.Context], Any] = command.invoke
+    invoke = group.invoke
 
     def check_and_invoke(ctx: click.Context) -> Any:
-        check(ctx)
+        check_environment(group, prefix)
         return invoke(ctx)
 
-    setattr(command, "invoke", check_and_invoke)
-
-
-def check_numbers(ctx: click.Context) -> None:
-    """Raise UsageError if a flag of the context's command is nan or too large."""
-    for param in ctx.command.params:
-        value = ctx.params.get(f"{param.name}")
-        limit = getattr(param.type, "max", None) or LIMIT
-        if isinstance(value, (int, float)) and not value <= limit:  # nan is not
-            raise click.UsageError(f"{param.opts[0]} {value} must be a number up to {limit:g}")
+    setattr(group, "invoke", check_and_invoke)
 
 
 def _format_options(

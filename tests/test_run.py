@@ -1158,7 +1158,7 @@ CASES = {
     "min-lr above lr": Case(["--min-lr", 0.1], ["--min-lr 0.1", "--lr 0.003"]),
     "seed too large": Case(["--seed", 2**63], ["--seed", f"{2**63}"]),
     "timeout too long": Case(["--timeout", "1e10"], ["--timeout"]),
-    "rate not finite": Case(["--lr", "nan"], ["--lr nan"]),
+    "rate not finite": Case(["--lr", "nan"], ["--lr", "nan is not a number"]),
     "unknown device": Case(["--device", "tpu"], ["'tpu'", "cpu"]),
     "no cuda here": Case(["--device", "cuda"], CUDA),
     "no cuda here, sample": Case(["--device", "cuda"], CUDA, command="sample", out=trained),
@@ -1191,10 +1191,17 @@ CASES = {
     "sample without a checkpoint": Case([], ["/out", "no checkpoint"], command="sample"),
     "too many tokens": Case(
         ["--max-new-tokens", 10**20],
-        ["--max-new-tokens" if EXTRAS else "sys.maxsize"],
+        ["--max-new-tokens", f"{10**20} is not a number below 2**63"],
         command="sample",
         out=trained,
     ),
+    "temperature nan": Case(
+        ["--temperature", "nan"],
+        ["--temperature", "nan is not a number"],
+        command="sample",
+        out=trained,
+    ),
+    "infinite rate": Case(["--lr", "inf"], ["--lr", "inf is not a number below"]),
     "unknown character": Case(["--prompt", "the Ü"], ["'Ü'", "18"], command="sample", out=trained),
 }
 ONE = [*CASES]
@@ -1267,6 +1274,14 @@ def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_pa
     assert len(lines) == 1 and all(text in lines[0] for text in expected), ended
     if what == "a flag":
         assert not (tmp_path / "out").exists()
+
+
+def test_characters_that_the_terminal_does_not_have_are_replaced(text, tmp_path):
+    args = [*TINY, "--data", text, "--steps", 1, "--out", tmp_path / "выход"]
+    # Python reads this variable when it starts.
+    env, launcher = {"PYTHONIOENCODING": "latin-1"}, [sys.executable, "run.py"]
+    ran = run(*args, env=env, launcher=launcher)
+    assert ran.code == 0 and ran.err == "" and ran.out.endswith(" --out " + f"{tmp_path}/?????\n")
 
 
 def test_a_resumed_run_restores_the_flags_that_rank_0_was_not_given(text, tmp_path):

@@ -65,6 +65,9 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
+    # Those of the server could take a pipe for a file, because they looked at another one.
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
     folder, name = os.path.split(request["program"])
     os.chdir(folder)
     os.environ.clear()

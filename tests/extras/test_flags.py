@@ -111,7 +111,6 @@ MISTAKES = {
         ["a.toml", "given twice"],
     ),
     "no number": (["--config", "{toml}"], {}, 'clip = "much"', ["--clip", "'much'"]),
-    "nan for a command": (["sample", "--temperature", "nan"], {}, "", ["--temperature nan"]),
     "missing option": (["export"], {}, "", ["--format", "hf", "safetensors"]),
     "missing package": (["--data", "gs://a/b.txt"], {}, "", ["gcsfs"]),
 }
