@@ -40,10 +40,10 @@ import hashlib
 import math
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,10 +106,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
         "optimizers": [
             {
                 "state": {names[p]: values for p, values in optimizer.state.items()},
-                "param_groups": [
-                    {**group, "params": [names[p] for p in group["params"]]}
-                    for group in optimizer.param_groups
-                ],
+                "param_groups": tree_map_only(nn.Parameter, names.get, optimizer.param_groups),
             }
             if optimizer.state
             else {}
@@ -164,17 +161,14 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     for optimizer, theirs in zip(optimizers, saved):
         initial = _reset_(model, optimizer)
         unused = dict(theirs.get("state", {}))
-        for parameter, likes in initial.items():
+        for parameter in [*initial]:
+            likes = initial.pop(parameter)  # frees the memory of the initial state early
             if values := unused.pop(names[parameter], {}):
                 where = f"optimizer state of {names[parameter]}: "
                 # A fused optimizer does not check shapes. With others, it computes nonsense.
                 check_same(_flatten(values), _flatten(likes), where)
                 receive = partial(_receive, device=parameter.device)
-                optimizer.state[parameter] = {
-                    # pop() frees the memory of the initial value.
-                    key: tree_map(receive, value, likes.pop(key))
-                    for key, value in values.items()
-                }
+                optimizer.state[parameter] = tree_map(receive, values, likes)
         if unused:
             raise ValueError(f"an optimizer has state of {min(unused)} only in the checkpoint")
     model.load_state_dict({name: _receive(state["model"][name], ours[name]) for name in ours})
@@ -195,7 +189,7 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
 
     # If there are no gradients and no state, torch creates the state: the optimizer does a step
     # with zero gradients and learning rate 0.
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     optimizer.state.clear()
     get_optimizer_state_dict(model, optimizer)
     initial = dict(optimizer.state)
@@ -255,7 +249,7 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
     of a module may have any type and shape, because a module can change it during a training.
     """
     for name in ours | theirs:
-        a, b = (_kind(name, values) for values in (theirs, ours))
+        a, b = _kind(name, theirs), _kind(name, ours)
         if a != b:
             raise ValueError(f"{where}{name} is {a} in the checkpoint, {b} here")
 
@@ -327,10 +321,10 @@ def _read_state(path: str | Path, device: str) -> Any:
     """Read a file that torch.save wrote. ValueError if it did not."""
     try:
         return torch.load(path, map_location=device, weights_only=True)
+    except (OSError, MemoryError):  # The file may be good.
+        raise
     except Exception as error:
-        # This finds "memory" in torch's RuntimeError and "Memory" in MemoryError.
-        no_memory = isinstance(error, (RuntimeError, MemoryError)) and "emory" in repr(error)
-        if isinstance(error, OSError) or no_memory:  # The file may be good.
+        if isinstance(error, RuntimeError) and "memory" in f"{error}":  # It may be good here too.
             raise
         raise ValueError(
             f"not a checkpoint: torch.load(weights_only=True) raised {type(error).__name__}"
@@ -339,17 +333,18 @@ def _read_state(path: str | Path, device: str) -> Any:
 
 def _check_state(state: Any) -> None:
     """Raise ValueError if state["model"] is missing, empty, cannot be checked, or contains NaN."""
-    model = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(model, dict) or not model:
-        raise ValueError(
-            "not a checkpoint: no state dict under 'model' (snapshot gives it to rank 0 only)"
-        )
-    for name, value in model.items():
-        if isinstance(value, Tensor):
-            if value.is_meta or value.is_quantized:
-                raise ValueError(f"not supported: {name} is on the device meta or quantized")
-            if value.isnan().any():
-                raise ValueError(f"worthless: {name} contains NaN")
+    match state:
+        case {"model": dict(model)} if model:
+            tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+        case _:
+            raise ValueError(
+                "not a checkpoint: no state dict under 'model' (snapshot gives it to rank 0 only)"
+            )
+    for name, value in tensors.items():
+        if value.is_meta or value.is_quantized:
+            raise ValueError(f"not supported: {name} is on the device meta or quantized")
+        if value.isnan().any():
+            raise ValueError(f"worthless: {name} contains NaN")
 
 
 def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
@@ -420,8 +415,8 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-    rated = [entry for entry in entries if entry.loss is not None]
-    best = min(rated, key=lambda entry: (entry.loss, -entry.step), default=None)
+    # Entries without a loss come last. If none has one, this is the newest, which remains anyway.
+    best = min(entries, key=lambda e: (e.loss is None, e.loss, -e.step), default=None)
     return [entry for entry in entries[:-keep] if entry != best]
 
 
@@ -518,7 +513,7 @@ def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
     if not folder or "://" in folder:
         raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
-    path = Path(folder).absolute()
+    path = Path(folder)
     for each in [*reversed(path.parents), path]:
         if not each.is_dir():
             each.mkdir(exist_ok=True)
@@ -528,7 +523,7 @@ def make_folder(folder: str) -> None:
 @contextmanager
 def _temporary_file(folder: str) -> Iterator[IO[bytes]]:
     """Open a temporary file. Delete it at the end, unless it was renamed."""
-    path = Path(folder, TEMPORARY + uuid.uuid4().hex)
+    path = Path(folder, TEMPORARY + secrets.token_hex())
     try:
         with path.open("wb") as file:
             yield file

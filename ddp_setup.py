@@ -22,13 +22,13 @@ import math
 import os
 import pickle
 import re
+import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager, suppress
@@ -144,7 +144,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     # Switch on torch's flight recorder, which _watch_ranks reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     store = _connect_to_store(env, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
-    exit_request, main = None, threading.get_ident()
+    main, in_order = threading.get_ident(), False
     joined, block_ended = threading.Event(), threading.Event()
     try:
         # Each group needs its own keys. Each rank counts its groups, so all get the same number.
@@ -169,17 +169,19 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             )
             joined.set()
             yield world
+            in_order = True
         except SystemExit as error:
-            if error.code:
-                raise
-            exit_request = error
+            in_order = not error.code
+            raise
         finally:
             block_ended.set()
-        # The watcher must not read a destroyed group. If it still runs after 6 seconds, it must be
-        # waiting for a store that does not answer, and will not read the group any more.
-        futures.wait([watcher], 6)
-        if dist.is_initialized():  # The program can have destroyed it.
-            dist.destroy_process_group()
+            if in_order:
+                # The watcher must not read a destroyed group. If it still runs after 6 seconds, it
+                # must be waiting for a store that does not answer, and will not read the group any
+                # more.
+                futures.wait([watcher], 6)
+                if dist.is_initialized():  # The program can have destroyed it.
+                    dist.destroy_process_group()
     except Exception as error:
         # The group is not destroyed, because that could wait for a dead rank.
         _choose_reporter(error, env, store)
@@ -189,8 +191,6 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         # Python shuts down before that thread has ended, the process aborts. This is a bug of torch
         # 2.13: see github.com/pytorch/pytorch/pull/179291.
         time.sleep(0.1)
-    if exit_request:
-        raise exit_request
 
 
 def _select_device(name: str, env: World) -> World:
@@ -259,7 +259,7 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
     issues 108158 and 135712).
     """
     end = time.monotonic() + timeout
-    word = uuid.uuid4().hex
+    word = secrets.token_hex()
     if env.rank:
         store.set(f"request {env.rank}", word)
         run_id = store.get(f"reply to {word}").decode()
@@ -297,7 +297,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
     try:
         # If the network is down, a request to the store never returns.
         not_failed = _in_thread(claim_report).result(6)
-    except (dist.DistError, futures.TimeoutError):
+    except (dist.DistError, TimeoutError):
         not_failed = ["0"]  # The store is lost, and usually rank 0 with it.
     if consequence and not_failed:  # If all ranks have failed, none was lost.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
@@ -325,19 +325,17 @@ def _watch_ranks(
     a rank has reported an error, all others count as waiting.) A rank that is stuck 20 times in a
     row ends. The first one prints where each rank is, if no rank has reported an error.
     """
-    keys = [f"state of {rank}" for rank in range(env.size)]
     numbers: Any = None
-    compiled = 0
+    count = compiled = 0
     counts = list[int]()  # values of the counter while this rank was stuck
     while not block_ended.wait(timeout / 20):
         line, compiles = _inspect_threads(main)
         before = numbers, compiled  # one interval ago
         numbers, waiting = _inspect_collectives(cuda, numbers)
-        waiting = waiting or not joined.is_set()
-        count, compiled = 0, 0
+        waiting |= not joined.is_set()
         with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.
             count = store.add("counter", 1)
-            store.set(keys[env.rank], json.dumps([count, line]))
+            store.set(f"state of {env.rank}", json.dumps([count, line]))
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
             waiting = waiting or store.add("reported", 0) > 0
         counts = [*counts, count] if waiting and (numbers, compiled) == before else []
@@ -348,7 +346,10 @@ def _watch_ranks(
             if store.add("reported", 1) > 1:
                 os._exit(1)
             # compare_set returns the value of the key, or the last argument if the key is missing.
-            states = [json.loads(store.compare_set(key, "", '[0, ""]')) for key in keys]
+            states = [
+                json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
+                for rank in range(env.size)
+            ]
             ranks = [  # A state that is older than three intervals is no answer.
                 f"rank {rank} at {place}" if written > counts[-4] else f"no answer from rank {rank}"
                 for rank, (written, place) in enumerate(states)
@@ -371,21 +372,21 @@ def _inspect_threads(main: int) -> tuple[str, bool]:
     return next(program, "a library"), bool(re.search(compiler, f"{stacks}"))
 
 
-def _inspect_collectives(cuda: bool, before: Any) -> tuple[list[tuple[str, str]], bool]:
+def _inspect_collectives(cuda: bool, before: Any) -> tuple[Any, bool]:
     """Read torch's flight recorder, which numbers the collectives of each process group.
 
-    Returns (number of the last started, number of the last completed) for each group, and whether
-    this rank waits in a collective. before: these numbers, one interval ago.
+    Returns the numbers of the last enqueued, started and completed collective of each group, and
+    whether this rank waits in a collective. before: these numbers, one interval ago.
     """
     recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, recorder)
     # dump(include_collectives, only_active)
-    numbers = [
-        (group["last_enqueued_collective"], group["last_completed_collective"])
-        for group in json.loads(dump(False, True))["pg_status"].values()
-    ]
+    numbers = json.loads(dump(False, True))["pg_status"]
     if cuda:
-        return numbers, any(started != completed for started, completed in numbers)
+        return numbers, any(
+            group["last_enqueued_collective"] != group["last_completed_collective"]
+            for group in numbers.values()
+        )
     # gloo completes collectives in any order, so the last one can be complete while an earlier one
     # is not. So look at each of them. This takes up to 0.1 s, so do it only if no number changed.
     waiting = numbers == before and not all(
@@ -425,8 +426,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     model = model.to(world.device)
     if world.size == 1:
         return model
-    settings = {"gradient_as_bucket_view": True, **ddp}
-    replica = nn.parallel.DistributedDataParallel(model, **settings)
+    ddp.setdefault("gradient_as_bucket_view", True)
+    replica = nn.parallel.DistributedDataParallel(model, **ddp)
     sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     if not (replica.find_unused_parameters or replica.static_graph or sparse):
         # After its first backward pass, DDP changes the order in which it adds gradients. A resumed
@@ -474,7 +475,7 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     future = _in_thread(call)
     # These collectives show _watch_ranks that the rank is not stuck.
     while any_rank(not future.done(), world):
-        futures.wait([future], timeout=0.1)
+        futures.wait([future], 0.1)
     own = future.exception()
     shared = own if isinstance(own, (ValueError, OSError)) else None
     try:
@@ -483,9 +484,10 @@ def wait_together(call: Callable[[], T], world: World) -> T:
         shared = (ValueError if isinstance(own, ValueError) else OSError)(f"{own}")
     errors: list[Any] = [None] * world.size
     dist.all_gather_object(errors, shared)
-    first = next((rank for rank, error in enumerate(errors) if error), world.rank)
-    if first != world.rank:
-        raise errors[first]
+    if shared:
+        errors[world.rank] = own  # the original instead of its copy
+    for error in filter(None, errors):
+        raise error
     return future.result()
 
 

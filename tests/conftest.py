@@ -183,14 +183,14 @@ class Program:
             self.heard += line
             count -= line.startswith(b"step ")
 
-    def finish(self) -> Ran:
-        """Wait for the end of the program and of all processes that it started."""
+    def finish(self, seconds: float = 5) -> Ran:
+        """Wait for the end of the program. All processes that it started must end in the `seconds` after it."""
         self.heard += self.lines.read()
         code = self.process.wait()
         self.errors.seek(0)
         ran = Ran(code, self.heard.decode(), self.errors.read().decode())
         assert not self.hung, f"the program hung and was killed: {ran}"
-        wait_for(lambda: not self.family(), "the end of all its processes", 5)
+        wait_for(lambda: not self.family(), "the end of all its processes", seconds)
         return ran
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PYTHON, Ran, ahead, losses, run, torchrun
+from conftest import PYTHON, Program, Ran, ahead, losses, run, torchrun
 
 CXX = shutil.which(os.environ.get("CXX", "g++"))
 pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
@@ -43,7 +43,8 @@ def compiled(folder: Path, text: Path, compiler: str, *args: object, **how: Any)
     script.chmod(0o755)
     env = {"CXX": str(script), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     flags = [*SHORT, "--data", text, "--out", folder / "out", "--compile", *args]
-    return run(*flags, env=env, seconds=1800, **how)
+    with Program(*flags, env=env, seconds=1800, **how) as program:
+        return program.finish(60)  # A compiler that another rank has started may still run.
 
 
 @pytest.fixture(scope="module")
