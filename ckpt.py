@@ -135,7 +135,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     no "optimizers", the optimizers lose their present state. Settings, such as the learning rate,
     stay as they are now. Gradients of the optimizers' parameters are deleted. `state` is not
     changed, and shares no memory with the model and the optimizers. Do not use this for SparseAdam,
-    LBFGS, or an optimizer with state in its param_groups, such as Prodigy.
+    LBFGS, an optimizer with state in its param_groups, such as Prodigy, or with state that gets
+    other names or shapes during the training. Unfreeze parameters before, not after this call.
 
     ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
     model does not have. The model is then unchanged, but gradients may be deleted, and an optimizer
@@ -170,7 +171,10 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 receive = partial(_receive, device=parameter.device)
                 optimizer.state[parameter] = tree_map(receive, values, likes)
         if unused:
-            raise ValueError(f"an optimizer has state of {min(unused)} only in the checkpoint")
+            raise ValueError(
+                f"an optimizer has state of {min(unused)} in the checkpoint, but not here: is it "
+                "frozen, or in another optimizer?"
+            )
     model.load_state_dict({name: _receive(state["model"][name], ours[name]) for name in ours})
 
 
@@ -188,10 +192,12 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     # If there are no gradients and no state, torch creates the state: the optimizer does a step
-    # with zero gradients and learning rate 0.
+    # with zero gradients and learning rate 0. But in torch 2.11, Adagrad needs the state that its
+    # constructor has created.
     optimizer.zero_grad()
-    optimizer.state.clear()
-    get_optimizer_state_dict(model, optimizer)
+    if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
+        optimizer.state.clear()
+        get_optimizer_state_dict(model, optimizer)
     initial = dict(optimizer.state)
     optimizer.state.clear()
     return initial
@@ -272,9 +278,10 @@ def save(
 ) -> Entry:
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
-    state: what snapshot() returned on rank 0. loss: the validation loss. keep: if given,
-    prune(folder, keep) follows. If the folder has checkpoints with higher steps, prune() can delete
-    the new one at once. Damaged checkpoints count too, until set_aside().
+    state: what snapshot() returned on rank 0. step: from 0. A checkpoint of the same step is
+    replaced. loss: the validation loss. keep: if given, prune(folder, keep) follows. If the folder
+    has checkpoints with higher steps, prune() can delete the new one at once. Damaged checkpoints
+    count too, until set_aside().
 
     ValueError if load() would refuse the file, for example because of NaN. No file is then left.
     ValueError also if keep < 1, after the file was written. After an error in writing, the earlier
@@ -291,6 +298,9 @@ def save(
         _read_state(file.name, device="meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
+    for other in list_checkpoints(folder):
+        if other.step == step and other != entry:
+            _remove(folder, other.name)
     if keep is not None:
         prune(folder, keep)
     return entry
@@ -341,8 +351,8 @@ def _check_state(state: Any) -> None:
                 "not a checkpoint: no state dict under 'model' (snapshot gives it to rank 0 only)"
             )
     for name, value in tensors.items():
-        if value.is_meta or value.is_quantized:
-            raise ValueError(f"not supported: {name} is on the device meta or quantized")
+        if value.is_meta or value.is_quantized or value.layout != torch.strided:
+            raise ValueError(f"not supported: {name} is on the device meta, quantized or sparse")
         if value.isnan().any():
             raise ValueError(f"worthless: {name} contains NaN")
 
@@ -427,11 +437,16 @@ def prune(folder: str, keep: int) -> None:
     checkpoint, which is a folder, is not deleted, but set aside: see extras/sharded.py.
     """
     for entry in superseded(list_checkpoints(folder), keep):
-        path = Path(folder, entry.name)
-        if path.is_dir():
-            set_aside(folder, entry.name)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(folder, entry.name)
+
+
+def _remove(folder: str, name: str) -> None:
+    """Delete a checkpoint, or set it aside if it is a folder."""
+    path = Path(folder, name)
+    if path.is_dir():
+        set_aside(folder, name)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def set_aside(folder: str, name: str) -> None:
@@ -511,7 +526,7 @@ def read_text(folder: str, name: str) -> str:
 
 def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
-    if not folder or "://" in folder:
+    if not folder or "://" in f"{folder}":  # a Path works too
         raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder)
     for each in [*reversed(path.parents), path]:

@@ -47,8 +47,9 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
-# Files under these paths are libraries. All other files belong to the user's program.
-LIBRARY_PATHS = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__
+# Files whose names begin with one of these are libraries. All other files belong to the user's
+# program. Python's import system is in files such as "<frozen importlib._bootstrap>".
+LIBRARIES = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__, "<frozen"
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
@@ -365,7 +366,7 @@ def _inspect_threads(main: int) -> tuple[str, bool]:
         id: [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(top)]
         for id, top in sys._current_frames().items()
     }
-    program = (f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARY_PATHS))
+    program = (f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARIES))
     # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION'). "<module>" does not count: there
     # the file is only being imported.
     compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
@@ -487,6 +488,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     if shared:
         errors[world.rank] = own  # the original instead of its copy
     for error in filter(None, errors):
+        if error is not own:
+            time.sleep(0.5)  # Let the rank with the traceback report it.
         raise error
     return future.result()
 

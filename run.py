@@ -626,8 +626,7 @@ def prepare_folder(
     Set damaged checkpoints aside, remove metrics after `step`, and write config.json.
     """
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
-    foreign = (old and '"val_fraction"' not in old) or (metrics and '{"step": ' not in metrics)
-    if foreign and not step:
+    if (old or metrics) and '"val_fraction"' not in old and not step:
         raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
     lock = storage.lock(out)

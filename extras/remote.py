@@ -103,11 +103,14 @@ def _save(
                     with suppress(Exception):  # there may be no file, or no connection
                         fs.rm_file(target)
                     raise
-    if keep is not None:
-        try:
+    try:
+        for other in _list_checkpoints(ckpt, url):
+            if other.step == step and other != entry:
+                _remove(url, other.name)
+        if keep is not None:
             _prune(ckpt, url, keep)
-        except OSError as error:  # such as credentials that may only write
-            warnings.warn(f"older checkpoints not deleted: {error}", stacklevel=2)
+    except OSError as error:  # such as credentials that may only write
+        warnings.warn(f"older checkpoints not deleted: {error}", stacklevel=2)
     return entry
 
 

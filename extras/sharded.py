@@ -74,8 +74,12 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
         folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
     ) -> Any:
         entry = save_one(folder, state, step, loss)
-        if entry and keep is not None:  # with shards, only rank 0 has the entry
-            prune(ckpt, folder, keep)
+        if entry:  # with shards, only rank 0 has the entry
+            for other in ckpt.list_checkpoints(folder):
+                if other.step == step and other != entry:
+                    remove(ckpt, folder, other.name)
+            if keep is not None:
+                prune(ckpt, folder, keep)
         return entry
 
     return SimpleNamespace(**functions | {"save": save})

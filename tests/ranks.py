@@ -99,6 +99,11 @@ def agree_and_fail(folder: str, failing: str, error: str = "the cause") -> None:
         dist.barrier()
 
 
+def fail_on_rank_1_in_wait_together() -> None:
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        ddp_setup.wait_together(lambda: world.rank and int("on rank 1"), world)
+
+
 def work_longer_than_the_timeout(folder: str) -> None:
     """First only rank 0 works for longer than the timeout, then only rank 1. Both leave with sys.exit()."""
     seen = {}

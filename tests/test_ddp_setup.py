@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -470,6 +471,7 @@ def runs(tmp_path_factory):
             killed=spawned("kill_rank_1_while_rank_0_computes"),
             never_ends=spawned("rank_1_never_ends"),
             second_ctrl_c=spawned("interrupt_rank_1_twice_while_rank_0_computes"),
+            own_error=spawned("fail_on_rank_1_in_wait_together"),
             exit_7=spawned("exit_inside_the_block", "1", "7"),
             exit_0=spawned("exit_inside_the_block", "1", "0"),
             second_error=spawned("fail_in_the_second_group", "error"),
@@ -524,6 +526,13 @@ def test_when_both_ranks_fail_one_error_is_printed(runs):
 def test_when_rank_1_fails_only_its_error_is_printed_even_if_it_is_like_that_of_a_lost_rank(runs):
     ended = runs("torchrun")
     assert ended.codes == [1] and ended.lines() == [f"rank 1: {LIKE_GLOO}"]
+
+
+def test_an_error_in_wait_together_is_reported_by_its_own_rank_which_has_the_traceback(runs):
+    ended = runs("own_error")
+    assert ended.codes == [1] and ended.lines() == [
+        "rank 1: invalid literal for int() with base 10: 'on rank 1'"
+    ]
 
 
 def test_when_rank_0_fails_and_its_store_is_gone_rank_1_can_only_name_rank_0(runs):
@@ -595,6 +604,13 @@ def test_importing_the_compiler_does_not_count_as_compiling(runs):
 def test_a_rank_that_is_in_no_collective_ends_after_the_report_without_a_launcher(runs):
     ended = runs("alone")
     assert ended.codes == [1, 1] and len(ended.lines()) == 1
+
+
+def test_pythons_import_system_does_not_count_as_the_program():
+    code = compile("inspect(thread)", "<frozen importlib._bootstrap>", "eval")
+    names = {"inspect": ddp_setup._inspect_threads, "thread": threading.get_ident()}
+    line, here = eval(code, names)[0], sys._getframe().f_lineno
+    assert line == f"{Path(__file__).name}:{here}"
 
 
 def test_a_rank_that_works_while_another_waits_for_it_is_named_with_a_line_of_its_work(runs):

@@ -366,6 +366,16 @@ def test_lines_that_a_crash_garbled_in_the_metrics_are_dropped(undisturbed, tmp_
     assert [step for step, _ in losses(out)] == list(range(1, 101))
 
 
+def test_a_run_that_crashed_in_its_first_line_of_metrics_starts_again(undisturbed, text, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(undisturbed(1) / "config.json", out)
+    (out / "metrics.jsonl").write_bytes(b'{"st\0\0')
+    ran = run(*TINY, "--data", text, "--steps", 1, "--out", out)
+    assert ran.code == 0 and ran.err == "", ran
+    assert [step for step, _ in losses(out)] == [1]
+
+
 @pytest.mark.parametrize("optimizer, rtol", [("adamw", 1e-6), ("muon", 1e-2)])
 def test_a_run_of_version_0_1_continues_with_the_losses_of_version_0_1(tmp_path, optimizer, rtol):
     """Version 0.1 wrote the folder and was stopped after step 20; another run of it was not stopped.
@@ -1128,7 +1138,7 @@ def pipe(place: Place) -> Path:
 
 def of_another_program(name: str, place: Place) -> Path:
     (place.folder / "out").mkdir()
-    (place.folder / "out" / name).write_text('{"model_type": "gpt2"}\n')
+    (place.folder / "out" / name).write_text('{"step": 1, "model_type": "gpt2"}\n')
     return place.folder / "out"
 
 

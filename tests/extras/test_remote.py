@@ -209,6 +209,12 @@ def test_prune_keeps_the_last_the_best_and_other_files(files, url):
     assert files.list_checkpoints(url) == [saved[1], saved[3]] and "metrics.jsonl" in listed(url)
 
 
+def test_a_checkpoint_of_the_same_step_is_replaced(files, url):
+    for seed in (1, 2, 3):
+        last = files.save(url, some_state(seed), 10, loss=None if seed == 2 else 1.5)
+        assert files.list_checkpoints(url) == [last]
+
+
 def test_removing_what_does_not_exist_is_no_error(files, url):
     entry = files.save(url, some_state(), 1)
     for _ in range(2):

@@ -93,7 +93,7 @@ def write(world, folder, files):
             learn(world, strategy, model, optimizers, 3, 5)  # must not change what is being saved
             wait()
             if world.rank == 0:
-                ckpt.save(out, whole, 3)
+                ckpt.save(out, whole, 4)  # With 3, it would replace the sharded checkpoint.
 
 
 def read(world, folder, files, writer):
@@ -703,6 +703,12 @@ def test_sharded_checkpoints_are_pruned_while_whole_ones_are_saved(files, tmp_pa
     assert files.newest(f"{tmp_path}")[0].entry == last
     sharded.remove(ckpt, f"{tmp_path}", last.name)
     assert [entry.step for entry in ckpt.list_checkpoints(f"{tmp_path}")] == [30]
+
+
+def test_a_whole_checkpoint_replaces_a_sharded_one_of_the_same_step(files, tmp_path):
+    make_sharded(tmp_path, 40)
+    last = files.save(f"{tmp_path}", {"model": {"w": torch.ones(3)}}, step=40)
+    assert ckpt.list_checkpoints(f"{tmp_path}") == [last]
 
 
 # -------------------------------------------------------------------------------------- the program
