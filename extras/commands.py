@@ -47,16 +47,16 @@ def add_commands(
             storage, describe = open_storage(out), extra("describe")
             entries = storage.list_checkpoints(out)
             state, lines = describe.verify_all(entries, partial(storage.load, out))
-            if state:
-                texts = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
-                click.echo(describe.describe(state, *texts))
             # A training that is going on can have deleted some of them meanwhile.
             left = {entry.name for entry in storage.list_checkpoints(out)}
-            for entry, line in zip(entries, lines):
-                if entry.name in left:
-                    click.echo(line)
-            if not state:
-                raise ValueError(f"{out}: there is no checkpoint that can be used")
+            lines = [line for entry, line in zip(entries, lines) if entry.name in left]
+            if state:
+                texts = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
+                lines.insert(0, describe.describe(state, *texts))
+        for line in lines:
+            click.echo(line)
+        if not state:
+            raise click.UsageError(f"{out}: there is no checkpoint that can be used")
 
     @cli.command("plot")
     @click.argument("outs", nargs=-1, required=True, metavar="OUT...")
@@ -129,15 +129,14 @@ def add_commands(
                 [entry] = target.parse_names([os.path.basename(state["name"])])
                 saved = {key: value for key, value in state.items() if key != "name"}
                 target.save(output, saved, entry.step, entry.loss)
-                click.echo(f"wrote {output}")
-                return
-            export, exchange, vocabulary = extra("export"), extra("exchange"), state["vocabulary"]
-            shape = ("arch", "block_size", "layers", "heads", "embd", "dropout")
-            config = {name: state["config"][name] for name in shape}
-            config["vocab"] = vocabulary["vocab"]
-            words = {"kind": vocabulary["kind"], "chars": vocabulary["chars"]}
-            model = exchange.Model(config, words, state["model"])
-            export.write(model, format, output, exchange.to_gpt2, exchange.make_tokenizer)
+            else:
+                export, exchange = extra("export"), extra("exchange")
+                shape = ("arch", "block_size", "layers", "heads", "embd", "dropout")
+                config = {name: state["config"][name] for name in shape}
+                config["vocab"] = state["vocabulary"]["vocab"]
+                words = {name: state["vocabulary"][name] for name in ("kind", "chars")}
+                model = exchange.Model(config, words, state["model"])
+                export.write(model, format, output, exchange.to_gpt2, exchange.make_tokenizer)
         click.echo(f"wrote {output}")
 
     @cli.command("doctor")
@@ -148,4 +147,5 @@ def add_commands(
           python run.py doctor
         """
         with usage_errors():
-            click.echo(extra("doctor").report())
+            report = extra("doctor").report()
+        click.echo(report)

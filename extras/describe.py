@@ -70,12 +70,14 @@ def describe(state: dict[str, Any], metrics: str, config: str) -> str:
 
 def _weights(state: dict[str, Any]) -> list[Any]:
     """Return the tensors of the model. One with two names, such as a tied head, counts once."""
-    return [*{(w.data_ptr(), w.shape): w for w in state["model"].values()}.values()]
+    tensors = (value for value in state["model"].values() if hasattr(value, "data_ptr"))
+    return [*{(tensor.data_ptr(), tensor.shape): tensor for tensor in tensors}.values()]
 
 
 def _moments(state: dict[str, Any]) -> list[Any]:
     states = [optimizer.get("state", {}) for optimizer in state.get("optimizers", [])]
-    return [tensor for of in states for moments in of.values() for tensor in moments.values()]
+    values = (value for of in states for moments in of.values() for value in moments.values())
+    return [value for value in values if hasattr(value, "nbytes")]
 
 
 def _last(records: Iterable[dict[str, Any]], key: str, format: str) -> str:

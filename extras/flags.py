@@ -105,9 +105,14 @@ def read_toml(path: str, known: Iterable[str]) -> dict[str, Any]:
 
 def check_environment(group: click.Group, prefix: str) -> None:
     """Raise UsageError for an environment variable that begins with PREFIX_ and is not a flag."""
-    known = {f"{prefix}_{param.name}".upper() for param in group.params}
-    for name, command in group.commands.items():
-        known |= {f"{prefix}_{name}_{param.name}".upper() for param in command.params}
+    commands: dict[str, click.Command] = {prefix: group}
+    commands |= {f"{prefix}_{name}": command for name, command in group.commands.items()}
+    known = {
+        f"{param.envvar or f'{start}_{param.name}'.upper()}"
+        for start, command in commands.items()
+        for param in command.params
+        if getattr(param, "allow_from_autoenv", True)
+    }
     for name in os.environ:
         if name.startswith(f"{prefix}_"):
             _check_name(name, known, "environment variable")

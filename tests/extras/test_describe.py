@@ -1,7 +1,10 @@
 """Tests of extras/describe.py and of the command info."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -11,7 +14,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from conftest import TINY, Ran, ahead, checkpoints, metrics, run
+from conftest import ROOT, TINY, Ran, ahead, checkpoints, metrics, run
 
 import ckpt
 import gpt
@@ -156,8 +159,18 @@ def test_info_and_export_take_the_folder_of_the_training_from_the_environment(tm
 
 
 def test_info_of_a_checkpoint_of_another_program_is_an_error_of_one_line(tmp_path):
-    ckpt.save(f"{tmp_path}", {"model": {"w": torch.ones(1)}}, 3)
+    model = {"w": torch.ones(1), "_extra_state": {"count": 1}}
+    optimizer = {"state": {"w": {"step": 1, "exp_avg": torch.ones(1)}}, "param_groups": []}
+    ckpt.save(f"{tmp_path}", {"model": model, "optimizers": [optimizer]}, 3)
     mistaken(run("info", tmp_path), "not written by run.py")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no /dev/full")
+def test_a_description_that_cannot_be_written_is_a_failure_but_not_a_mistake_of_the_user(done):
+    command = [sys.executable, "run.py", "info", done("gpt2")[1]]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert ran.returncode == 1 and ran.stderr == "Error: [Errno 28] No space left on device\n"
 
 
 def test_info_of_an_empty_folder_is_an_error_of_one_line(tmp_path):

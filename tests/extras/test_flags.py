@@ -87,6 +87,8 @@ def test_help_shows_the_flags_in_sections():
 # name: (arguments, environment, contents of a.toml, what the error must contain)
 MISTAKES = {
     "unknown variable": ([], {"DDPKIT_BATCHSIZE": "8"}, "", ["DDPKIT_BATCHSIZE"]),
+    "variable that no flag reads": (["info"], {"DDPKIT_INFO_OUT": "x"}, "", ["DDPKIT_OUT"]),
+    "variable of --version": ([], {"DDPKIT_VERSION": "1"}, "", ["DDPKIT_VERSION"]),
     "old variable": ([], {"DDPKIT_TOKENS": "byte"}, "", ["DDPKIT_TOKENS", "DDPKIT_TOKENIZER"]),
     "old variable of sample": (
         ["sample"],
@@ -125,7 +127,7 @@ def mistaken(tmp_path_factory):
         args, env, toml, _ = MISTAKES[name]
         (folder / "a.toml").write_text(toml)
         args = [arg.format(toml=folder / "a.toml") for arg in args]
-        if args[:1] not in (["sample"], ["export"]):
+        if args[:1] not in (["sample"], ["export"], ["info"]):
             args = [*TINY, "--steps", 2, "--out", folder / "out", *args]
         return run(*args, env=env), folder / "out"
 
