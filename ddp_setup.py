@@ -662,6 +662,9 @@ def _run_rank(
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     os.environ.pop("TORCHELASTIC_RUN_ID", None)  # can be that of the parent's torchrun
+    # By default, let the rank fork its own processes, such as the workers of a DataLoader, as under
+    # torchrun. Otherwise they would not inherit stop_signals, and would import the script again.
+    mp.set_start_method(None, force=True)
     try:
         fn(*args)
     except KeyboardInterrupt:  # torch would exit with 0.

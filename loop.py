@@ -417,7 +417,10 @@ def to_host(values: Tensor) -> Reader:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on `device`. Tuples, lists and dicts can be nested."""
+    """Return a batch with its tensors on `device`. Tuples, lists and dicts can be nested.
+
+    For CUDA, make a PackedSequence in loss_fn instead: its batch_sizes must stay on the CPU.
+    """
 
     def move(tensor: Tensor) -> Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":

@@ -296,6 +296,16 @@ def wait_for_stop(folder: str) -> None:
         sys.exit(3)
 
 
+def interrupt_a_process_that_a_rank_has_started() -> None:
+    """As Ctrl-C interrupts the workers of a DataLoader, too."""
+    with ddp_setup.stop_signals():
+        child = torch.multiprocessing.Process(target=lambda: time.sleep(1))
+        child.start()
+        os.kill(child.pid, signal.SIGINT)
+        child.join()
+    sys.exit(child.exitcode)
+
+
 def raise_keyboard_interrupt() -> None:
     raise KeyboardInterrupt
 

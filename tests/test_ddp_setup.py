@@ -5,6 +5,7 @@ What the ranks do is in ranks.py.
 
 import ipaddress
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -710,6 +711,11 @@ def test_an_error_in_a_second_group_is_reported_although_the_first_group_failed_
 
 def test_a_keyboard_interrupt_in_a_rank_is_not_a_success():
     assert ddp_setup.spawn(ranks.raise_keyboard_interrupt, 1) == 130
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="has no fork")
+def test_processes_that_a_spawned_rank_starts_inherit_the_handlers_of_stop_signals():
+    assert ddp_setup.spawn(ranks.interrupt_a_process_that_a_rank_has_started, 1) == 0
 
 
 def test_an_exception_that_the_function_does_not_catch_is_printed(capfd):
