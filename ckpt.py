@@ -44,7 +44,6 @@ import secrets
 import shutil
 import socket
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -95,6 +94,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     The names are those of the model without its wrappers: see unwrap. An optimizer without a state
     becomes {}. The copies share no memory with the model, so training can continue at once.
 
+    model: for several models, as in a GAN, pass nn.ModuleDict({"g": g, "d": d}) without wrappers.
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
     plain Python values, for example the state of a scheduler. They are not copied: do not change
     them before save() has ended.
@@ -132,7 +132,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     {}, nothing changes.
 
     The optimizers get their saved state of each parameter, such as Adam's exp_avg. If `state` has
-    no "optimizers", the optimizers lose their present state. Settings, such as the learning rate,
+    no "optimizers", the optimizers lose their present state. For the weights alone, pass
+    {"model": state["model"]} and no optimizers. Settings, such as the learning rate,
     stay as they are now. Gradients of the optimizers' parameters are deleted. `state` is not
     changed, and shares no memory with the model and the optimizers. Do not use this for SparseAdam,
     LBFGS, an optimizer with state in its param_groups, such as Prodigy, or with state that gets
@@ -141,8 +142,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
     model does not have. The model is then unchanged, but gradients may be deleted, and an optimizer
     may have no state, or the saved one. (Exception: to get its initial state, each optimizer does a
-    step with zero gradients and learning rate 0. Adam with eps=0 then sets the weights to NaN, as
-    it divides 0 by 0.)
+    step with zero gradients and learning rate 0, which also calls hooks of step(). Adam with eps=0
+    then sets the weights to NaN, as it divides 0 by 0.)
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -319,10 +320,7 @@ def load(folder: str, entry: Entry) -> State:
         raise OSError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] != entry.digest:
         raise ValueError("damaged: the content does not match the digest in the name")
-    # Hide warnings about the content of a damaged file. save() does not do this, because it often
-    # runs in a thread, and catch_warnings changes the filters of all threads.
-    with warnings.catch_warnings(action="ignore"):
-        state: State = _read_state(path, "cpu")
+    state: State = _read_state(path, "cpu")
     _check_state(state)
     return state
 
@@ -336,8 +334,10 @@ def _read_state(path: str | Path, device: str) -> Any:
     except Exception as error:
         if isinstance(error, RuntimeError) and "memory" in f"{error}":  # It may be good here too.
             raise
+        # torch names a class that it refuses, for example "GLOBAL argparse.Namespace".
+        what = ": ".join([type(error).__name__, *re.findall(r"GLOBAL \S+", f"{error}")])
         raise ValueError(
-            f"not a checkpoint: torch.load(weights_only=True) raised {type(error).__name__}"
+            f"not a checkpoint: torch.load(weights_only=True) raised {what}"
         ) from error
 
 

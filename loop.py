@@ -101,23 +101,26 @@ def train_(
         scheduler, create it (this changes each "lr"), load its state, and then copy its
         get_last_lr() into each "lr". OneCycleLR and CyclicLR also change the momentum, which
         get_last_lr() does not return: switch this off with cycle_momentum=False.
-    clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers.
+    clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers. With
+        math.inf, nothing is clipped.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
     seed: each step seeds torch's random generators from (seed, step, rank), so dropout is the same
         in a resumed run. After the step, the generators are as before, so `seed` does not affect
         the shuffling of a DataLoader.
     stop: is called once per step. If it returns true on any rank, report.stop is true on all.
-    patience: train_ raises Diverged after this number of bad steps in a row, at least 1. In a bad
-        step, the loss or the gradient norm is not finite, for example after an overflow in float16.
-        A bad step changes no weight and no optimizer state on any rank. But it changes buffers:
-        BatchNorm statistics can become NaN.
+    patience: train_ raises Diverged after this number of bad steps in a row, at least 1. Each call
+        of train_ counts from 0. In a bad step, the loss or the gradient norm is not finite, for
+        example after an overflow in float16. A bad step changes no weight and no optimizer state on
+        any rank. But it changes buffers: BatchNorm statistics can become NaN, and stay NaN until
+        you reset them. ckpt.py refuses to save such a model.
     sync_each: False: only the last backward pass of a step synchronises gradients. With several
         ranks, the model then needs a method no_sync, as DDP has it. True: each backward pass
         synchronises. All ranks then need the same number of micro-batches in a step: see pad_steps
         in extras/fsdp.py. train_ then does not check that the model is wrapped.
 
-    ValueError before an update: the model is not wrapped, or a step has no micro-batch.
+    ValueError before an update: the model is not wrapped, clip is not above 0, or a step has no
+    micro-batch.
     ValueError after a wrong update, so discard the model: the declared count is not what loss_fn
     counted (checked on ranks that do not declare 0). Or the gradient norm was not the same on all
     ranks, because loss_fn does not use the model that it is given. Each step checks the norm of the
@@ -139,6 +142,8 @@ def train_(
             f"{world_size} ranks would train different models: wrap the model in "
             "DistributedDataParallel, as replicate in ddp_setup.py does, or set sync_each for FSDP2"
         )
+    if not clip > 0:
+        raise ValueError(f"clip is {clip}; must be above 0, and math.inf for no clipping")
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = norm = torch.zeros((), device=device)
     # A queue of checks (see _read_flags), one per step. On CUDA, the queue begins with a check that
@@ -146,7 +151,7 @@ def train_(
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
     model.train()
     for step, (batches, total) in enumerate(steps, start):
-        if lr_at is not None:
+        if lr_at:
             # float(), because a checkpoint with a NumPy number could not be loaded with
             # weights_only=True.
             factor = float(lr_at(step))
@@ -178,7 +183,8 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
     if differ:
         raise ValueError(
             f"step {step - 1}: the ranks had different gradients; loss_fn must use the model that "
-            "it is given, which synchronises them"
+            "it is given, which synchronises those parameters that it had, not frozen, when it was "
+            "wrapped"
         )
     # A rank that declares 0 does not know the count. float32 sums on MPS need the tolerance.
     if declared and abs(counted - declared) > 1e-6 * declared:
@@ -187,17 +193,20 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
             f"but loss_fn counted {counted:.12g}"
         )
     if bad >= patience:
-        lower = "try a lower learning rate, or with a GradScaler a lower init_scale"
-        advice = lower if counted else "loss_fn counted nothing there"
+        advice = (
+            "try a lower learning rate, or with a GradScaler a lower init_scale"
+            if counted
+            else "loss_fn counted nothing there"
+        )
         raise Diverged(
             f"loss or gradient not finite {patience} times in a row, up to step {step}; {advice}"
         )
     return stopping > 0
 
 
-def _read_delay(device: torch.device) -> int:
-    """Return how many steps, or rounds of an evaluation, late the host reads flags."""
-    return int(device.type == "cuda")
+def _read_delay(device: torch.device) -> bool:
+    """Return how many steps, or rounds of an evaluation, late the host reads flags: 1 on CUDA."""
+    return device.type == "cuda"
 
 
 def _seed(device: torch.device, *numbers: int) -> None:
@@ -223,7 +232,7 @@ def _backward_(
 
     Returns the totals of all ranks: (loss sum, count, number of ranks that asked to stop, `norm`).
     """
-    device = next(model.parameters()).device
+    device = norm.device
     if not batches:
         raise ValueError(
             "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
@@ -296,8 +305,9 @@ def evaluate(
         rank. (On CUDA twice more, and the last call has no effect.) If it returns true on any rank,
         all ranks return None.
 
-    evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, rank 0
-    first sends its buffers to all ranks, unless broadcast_buffers is False.
+    evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, loss_fn
+    gets the module inside DDP, and rank 0 first sends its buffers to all ranks, unless
+    broadcast_buffers is False.
     """
     replica = getattr(model, "_orig_mod", model)  # torch.compile keeps the model there
     if isinstance(replica, nn.parallel.DistributedDataParallel):

@@ -695,6 +695,14 @@ def test_with_delayed_reads_as_on_cuda_the_error_names_the_last_bad_step(
     assert seen == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("clip", [0, -1.0, math.nan])
+def test_a_clip_that_would_delete_or_reverse_the_gradient_is_refused(clip):
+    model = mlp()
+    training = loop.train_(model, [sgd(model)], [([(X, Y)], len(X))], squares, clip=clip)
+    with pytest.raises(ValueError, match=f"^clip is {clip}; must be above 0"):
+        next(training)
+
+
 def test_sums_are_float64_except_on_mps():
     kinds = [loop.accumulator_dtype(torch.device(kind)) for kind in ("cuda", "cpu", "mps")]
     assert kinds == [torch.float64, torch.float64, torch.float32]
