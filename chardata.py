@@ -94,7 +94,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     """Read local files as tokens. With an empty list of files, read default_text().
 
     Kind "char" means one id per character of a UTF-8 text. The vocabulary is `chars` if given, else
-    the characters that occur. Kind "byte" means one id per byte.
+    the characters that occur, in code point order. Kind "byte" means one id per byte.
 
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
     llm.c) always have kind "ids". A .bin of another type can be misread: write .npy instead. The
@@ -139,7 +139,7 @@ def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[Tok
     try:
         for name, array in zip(names, raw):
             texts.append(array.tobytes().decode())
-        chars = chars or characters(texts)
+        chars = chars or "".join(sorted(set[str]().union(*texts)))
         for name, text in zip(names, texts):
             if text:
                 tokens.append(encode(text, "char", chars))
@@ -234,21 +234,6 @@ def digest(tokens: Tokens, chars: str = "") -> str:
 # -------------------------------------------------------------------------------------- vocabulary
 
 
-def characters(texts: Sequence[str]) -> str:
-    """Return the characters that occur in `texts`, in code point order."""
-    seen = np.zeros(0x110000, bool)
-    for text in texts:
-        for codes in _code_points(text):
-            seen[codes] = True
-    return "".join(map(chr, np.flatnonzero(seen)))
-
-
-def _code_points(text: str) -> Iterator[np.ndarray]:
-    # + 1: an empty text must give one array too, for np.concatenate in encode().
-    for start in range(0, len(text) + 1, MIB):
-        yield np.frombuffer(text[start : start + MIB].encode("utf-32-le"), np.uint32)
-
-
 def encode(text: str, kind: str, chars: str) -> np.ndarray:
     """Return the token ids of a text, (n,).
 
@@ -263,13 +248,16 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
         if wrong := [word for word in words if not word.isdecimal() or int(word) >= 2**32]:
             raise ValueError(f"{wrong[0]!r} is not a token id; ids are from 0 to {2**32 - 1}")
         return np.array(words, np.uint32)
-    if unknown := set(characters([text])) - set(chars):
+    if unknown := set(text) - set(chars):
         at = min(map(text.index, unknown))
         raise ValueError(f"character {text[at]!r} at {at} is not in the vocabulary of {len(chars)}")
     # max, because `chars` can be empty.
     table = np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
     table[list(map(ord, chars))] = range(len(chars))
-    return np.concatenate([table[codes] for codes in _code_points(text)])
+    # In blocks, because UTF-32 takes 4 bytes per character. + 1: np.concatenate needs a block even
+    # for an empty text.
+    blocks = (text[i : i + MIB].encode("utf-32-le") for i in range(0, len(text) + 1, MIB))
+    return np.concatenate([table[np.frombuffer(block, np.uint32)] for block in blocks])
 
 
 def decode(ids: Iterable[int], kind: str, chars: str) -> Iterator[str]:

@@ -99,8 +99,9 @@ def train_(
         becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
         None, train_ leaves "lr" to the caller, for example to a torch scheduler. To resume with a
         scheduler, create it (this changes each "lr"), load its state, and then copy its
-        get_last_lr() into each "lr". OneCycleLR and CyclicLR also change the momentum, which
-        get_last_lr() does not return: switch this off with cycle_momentum=False.
+        get_last_lr() into each "lr", as extras/tutorial/scheduler.py does. OneCycleLR and CyclicLR
+        also change the momentum, which get_last_lr() does not return: switch this off with
+        cycle_momentum=False.
     clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers. With
         math.inf, nothing is clipped.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.

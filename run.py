@@ -741,9 +741,10 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     if name != (theirs := ddp_setup.from_rank_zero(lambda: name, world)):
         raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
     with usage_errors(f"{state['name']}: "):
-        model = build_model(model_config(state["config"]), 0, False)
+        # With the seed None, no weights are computed. Those of the checkpoint take their place.
+        model = build_model(model_config(state["config"]), None, False)
         ckpt.check_same(state["model"], model.state_dict())
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state["model"], assign=True)
     return model.to(world.device).eval(), state
 
 

@@ -16,8 +16,8 @@ TUTORIAL = ROOT / "extras" / "tutorial"
 PYTHON = [sys.executable]
 TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-# These lines are put before hugging_face.py. They send SIGTERM at the 30th optimizer step, which is in the middle of the
-# second epoch (an epoch has 20 steps).
+# These lines are put before a script. They send SIGTERM at the 30th optimizer step, which is in the second epoch (an
+# epoch has 20 or 27 steps).
 STOP_AT_STEP_30 = """
 import itertools, os, signal
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -86,7 +86,7 @@ def outcome(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", ["hugging_face.py", "frozen_and_unused.py"])
+@pytest.mark.parametrize("name", ["hugging_face.py", "frozen_and_unused.py", "scheduler.py"])
 def test_two_ranks_give_the_losses_and_weights_of_one(outcome, name):
     one, two = outcome(name, 1), outcome(name, 2)
     assert len(one.numbers) == len(two.numbers) == 9  # three lines: only rank 0 prints
@@ -117,16 +117,15 @@ def test_transformers_reads_the_model_and_computes_the_printed_loss(outcome):
     assert one.numbers[-1] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["hugging_face.py", "scheduler.py"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_was_stopped_continues_exactly(outcome, tmp_path, ranks):
-    unbroken = outcome("hugging_face.py", ranks)
-    stopped = run_script(
-        copy_script("hugging_face.py", tmp_path, new=STOP_AT_STEP_30), tmp_path, ranks
-    )
+def test_a_run_that_was_stopped_continues_exactly(outcome, tmp_path, ranks, name):
+    unbroken = outcome(name, ranks)
+    stopped = run_script(copy_script(name, tmp_path, new=STOP_AT_STEP_30), tmp_path, ranks)
     (last,) = sorted(tmp_path.glob("out-*/step-*.pt"))[-1:]
     assert 30 <= int(last.name.split("-")[1]) < 40  # in the middle of the second epoch
     assert not (tmp_path / "model").exists()
-    resumed = run_script(TUTORIAL / "hugging_face.py", tmp_path, ranks)
+    resumed = run_script(TUTORIAL / name, tmp_path, ranks)
     step, *numbers = resumed.numbers  # the first line says from where it continues
     assert step == int(last.name.split("-")[1])
     assert stopped.numbers + numbers == unbroken.numbers and len(stopped.numbers) == 3
