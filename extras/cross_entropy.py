@@ -8,10 +8,12 @@ can use it that has the input and the weight of its output layer at hand. Needs 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -28,13 +30,18 @@ def cross_entropy(
         processed in parts: see CrossEntropyInParts. The memory is three to four times that of these
         logits in float32, because the softmax and the gradients have the same size. By default
         2**28 on CUDA, that is 1 GiB, and 2**25 on other devices.
+
+    If the logits are float16, those of a part are computed again in the backward pass, because its
+    gradients need the loss that a GradScaler has scaled.
     """
     # 2**28 logits are 5,000 rows with V = 50,000, enough to keep a GPU busy. On a CPU, parts of
     # 128 MiB were the fastest (V = 50,304, C = 128 and 384).
     rows = max(1, (max_logits or 1 << (28 if x.is_cuda else 25)) // len(weight))
     if len(x) > rows and torch.is_grad_enabled():
-        return CrossEntropyInParts.apply(at_once, x, weight, targets, rows)  # type: ignore
-    parts = zip(x.split(rows), targets.split(rows))  # only one part, unless gradients are disabled
+        if (x[:0] @ weight.T).dtype != torch.float16:  # the dtype of the logits, with autocast too
+            return CrossEntropyInParts.apply(at_once, x, weight, targets, rows)  # type: ignore
+        at_once = partial(checkpoint, at_once, use_reentrant=False)
+    parts = zip(x.split(rows), targets.split(rows))
     return torch.stack([at_once(part, weight, y) for part, y in parts]).sum()
 
 
@@ -46,9 +53,8 @@ class CrossEntropyInParts(torch.autograd.Function):
     `weight` is added up in float32 or wider. (F.linear_cross_entropy of torch 2.13 saves memory
     too, but adds up a bfloat16 loss in bfloat16.)
 
-    Do not use float16, for autocast or weights: the gradients are computed before a GradScaler
-    scales the loss. So values below 3e-8 become 0, and those above 65,504 become infinite. bfloat16
-    and float32 have a far larger range.
+    It is not for float16, because the gradients are computed before a GradScaler scales the loss:
+    values below 3e-8 would become 0. bfloat16 and float32 have a far larger range.
     """
 
     @staticmethod

@@ -118,6 +118,21 @@ def test_the_loss_of_parts_is_finite_if_a_gradient_is_not():
     assert not weight.grad.isfinite().all()  # 60 * 1500 is more than float16 can be
 
 
+def test_small_gradients_in_float16_are_not_lost_before_the_loss_is_scaled():
+    torch.manual_seed(0)
+    x, y = 4 * torch.randn(8, 8), torch.randint(500, (8,))
+    weight = torch.randn(500, 8, requires_grad=True)
+
+    def gradient(rows):
+        with torch.autocast("cpu", torch.float16):
+            loss = cross_entropy(x, weight, y, 500 * rows)
+        return torch.autograd.grad(loss * 2**12, weight)[0]
+
+    whole, parts = gradient(8), gradient(2)
+    assert (parts == 0).sum() == (whole == 0).sum()
+    assert (parts - whole).norm() < 4e-3 * whole.norm()
+
+
 def test_the_logits_of_parts_are_computed_once():
     x, weight, y = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4), torch.arange(64) % 50
     with FlopCounterMode(display=False) as counter:
