@@ -23,9 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 LossFn = Callable[[nn.Module, Any], Any]
-Times = list[tuple[Any, Any]]  # start and end of each call: seconds, or CUDA events
+# start and end of each call (seconds, or CUDA events), and the number of elements in the batch
+Times = list[tuple[Any, Any, int]]
 
 
 def watch(
@@ -40,8 +42,9 @@ def watch(
 
     All ranks must iterate over the steps together. `report` gets one line, on rank 0, if a rank
     takes more than `factor` times the median of all ranks in `in_a_row` comparisons in a row. A
-    comparison is an all-reduce of one number per rank, whose result is read at the next comparison:
-    on CUDA, the host does not wait for the device.
+    rank with larger micro-batches than the median is not reported: it has more work. A comparison
+    is an all-reduce of two numbers per rank, whose result is read at the next comparison: on CUDA,
+    the host does not wait for the device.
     """
     if not dist.is_initialized():
         return iter(steps), loss_fn
@@ -51,7 +54,8 @@ def watch(
     def timed_loss(model: nn.Module, batch: Any) -> Any:
         start = now(cuda)
         result = loss_fn(model, batch)
-        times.append((start, now(cuda)))
+        elements = sum(x.numel() for x in tree_leaves(batch) if isinstance(x, torch.Tensor))
+        times.append((start, now(cuda), elements))
         return result
 
     return compare_ranks(steps, times, report, every, in_a_row, factor), timed_loss
@@ -67,24 +71,28 @@ def compare_ranks(
 ) -> Iterator[Any]:
     """Yield the steps; before every `every`-th one, compare the times and delete them."""
     size, cuda = dist.get_world_size(), dist.get_backend() == "nccl"
-    arriving, slow = torch.ones(size), [0] * size
+    arriving, slow = torch.ones(2, size), [0] * size
     for number, step in zip(count(1), steps):
         yield step
         if number % every:
             continue
-        seconds = arriving.tolist()  # those of the comparison before
-        usual = statistics.median_low(seconds)
+        seconds, elements = arriving.tolist()  # those of the comparison before
+        usual, most = statistics.median_low(seconds), statistics.median_low(elements)
         # On CUDA the times are 0 if the device has finished no call since the last comparison.
-        slow = [n + 1 if own > factor * usual > 0 else 0 for n, own in zip(slow, seconds)]
+        slow = [
+            n + 1 if own > factor * usual > 0 and work <= most else 0
+            for n, own, work in zip(slow, seconds, elements)
+        ]
         for rank, n in enumerate(slow):
             if n == in_a_row and dist.get_rank() == 0:
                 report(
                     f"rank {rank} takes {seconds[rank] / usual:.1f} times as long as the median of "
                     f"the ranks for a forward pass, for the last {in_a_row * every} steps"
                 )
-        values = torch.zeros(size, device="cuda" if cuda else "cpu")
+        values = torch.zeros(2, size, device="cuda" if cuda else "cpu")
         # An assignment would copy a number from the host, which waits for the device.
-        values[dist.get_rank()].fill_(median_seconds(times, cuda))
+        values[0, dist.get_rank()].fill_(median_seconds(times, cuda))
+        values[1, dist.get_rank()].fill_(statistics.median([work for _, _, work in times] or [0]))
         times.clear()
         dist.all_reduce(values)
         arriving = values.to("cpu", non_blocking=True)
@@ -102,7 +110,7 @@ def now(cuda: bool) -> Any:
 def median_seconds(times: Times, cuda: bool) -> float:
     """Return the median time of the calls, on CUDA of those that the device has finished."""
     if cuda:
-        seconds = [float(start.elapsed_time(end)) / 1000 for start, end in times if end.query()]
+        seconds = [float(start.elapsed_time(end)) / 1000 for start, end, _ in times if end.query()]
     else:
-        seconds = [float(end - start) for start, end in times]
+        seconds = [float(end - start) for start, end, _ in times]
     return statistics.median(seconds or [0.0])

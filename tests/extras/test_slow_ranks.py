@@ -26,9 +26,9 @@ def compare(folder, seconds_at):
         clock, lines = [0.0], []
         patch.setattr(slow_ranks, "now", lambda cuda: clock[0])
 
-        def loss_fn(model, step):
-            clock[0] += globals()[seconds_at](world.rank, step)
-            return step
+        def loss_fn(model, batch):
+            clock[0] += globals()[seconds_at](world.rank, batch["step"])
+            return batch["step"]
 
         watched, timed_loss = slow_ranks.watch(
             iter(range(40)), loss_fn, lambda line: lines.append(line), every=5, in_a_row=3
@@ -36,8 +36,10 @@ def compare(folder, seconds_at):
         seen = []
         for step in watched:
             clock[0] += 100  # the time between the forward passes does not count
-            seen.append(timed_loss(None, step))
-            timed_loss(None, step)
+            more_rows = seconds_at == "slow_with_more_rows" and world.rank == 1
+            batch = {"step": step, "rows": torch.ones(2 + more_rows)}
+            seen.append(timed_loss(None, batch))
+            timed_loss(None, batch)
             lines.extend([step] * bool(lines and isinstance(lines[-1], str)))
         assert seen == [*range(40)], "a step or a result of the loss is missing"
         torch.save(lines, f"{folder}/{world.rank}.pt")
@@ -55,6 +57,10 @@ def slow_from_10(rank, step):
     return 3.0 if rank == 1 and step >= 10 else 1.0
 
 
+def slow_with_more_rows(rank, step):
+    return 10.0 if rank == 1 else 1.0
+
+
 def slow_for_two_comparisons(rank, step):
     return 3.0 if rank == 1 and 10 <= step < 20 else 1.0
 
@@ -70,7 +76,14 @@ def all_slow_from_10(rank, step):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "case",
-    [equal, slightly_slower, slow_for_two_comparisons, slow_in_single_steps, all_slow_from_10],
+    [
+        equal,
+        slightly_slower,
+        slow_with_more_rows,
+        slow_for_two_comparisons,
+        slow_in_single_steps,
+        all_slow_from_10,
+    ],
 )
 def test_no_rank_is_named_without_reason(tmp_path, size, case):
     assert ddp_setup.spawn(compare, size, f"{tmp_path}", case.__name__) == 0
