@@ -48,8 +48,9 @@ from torch import nn  # noqa: E402
 
 T = TypeVar("T")
 # Files whose names begin with one of these are libraries. All other files belong to the user's
-# program. Python's import system is in files such as "<frozen importlib._bootstrap>".
-LIBRARIES = os.path.dirname(os.__file__), str(Path(torch.__file__).parents[1]), __file__, "<frozen"
+# program. "<frozen" begins files of Python's import system; "<string>" starts a spawned process.
+PACKAGES = str(Path(torch.__file__).parents[1])
+LIBRARIES = os.path.dirname(os.__file__), PACKAGES, __file__, "<frozen", "<string>"
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
@@ -106,7 +107,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         number of threads, unless the machine has only one rank and OMP_NUM_THREADS is set. The
         backend is NCCL for CUDA, else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
-        code 1, without an exception. One such rank prints the current program line of
+        code 1, without an exception. One such rank prints the current program lines of
         every rank. Use wait_together for work that may take longer. While a rank runs
         torch.compile, or if the network is down, the others wait up to twice the timeout. Waiting
         in torch.distributed.new_group, recv or monitored_barrier is not covered.
@@ -360,17 +361,20 @@ def _watch_ranks(
 
 
 def _inspect_threads(main: int) -> tuple[str, bool]:
-    """Return the program line of the thread `main`, and whether a thread runs torch.compile."""
+    """Return the program lines of the thread `main`, and whether a thread runs torch.compile.
+
+    The lines are those of the innermost three calls: the first can be in loop.py or ckpt.py.
+    """
     # traceback.extract_stack would read source files. Their storage can hang.
     stacks = {
         id: [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(top)]
         for id, top in sys._current_frames().items()
     }
-    program = (f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARIES))
+    program = [f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARIES)]
     # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION'). "<module>" does not count: there
     # the file is only being imported.
     compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
-    return next(program, "a library"), bool(re.search(compiler, f"{stacks}"))
+    return " < ".join(program[:3]) or "a library", bool(re.search(compiler, f"{stacks}"))
 
 
 def _inspect_collectives(cuda: bool, before: Any) -> tuple[Any, bool]:

@@ -247,7 +247,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        dtype_name = pick_dtype(flags.dtype, world.device)
+        dtype_name = ddp_setup.from_rank_zero(lambda: pick_dtype(flags.dtype, world.device), world)
         resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
@@ -836,7 +836,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
         count = chardata.num_tokens(plan.tokens) - 1
-        perplexity = math.exp(loss) if loss < 709 else math.inf
+        perplexity = math.inf if loss > 709 else math.exp(loss)
         click.echo(  # and not say(): if it cannot be written, the command must fail
             f"{CLEAR_LINE}loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
             f"perplexity {perplexity:.4f}, over {count:,} tokens, in {flags.dtype}"

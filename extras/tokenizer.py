@@ -101,7 +101,7 @@ def read_corpus(
     if not exists and not tokenizer_json:
         raise FileNotFoundError(f"--tokenizer {path}: not char, byte, or an existing file")
     if exists:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
         if tokenizer_json and not same_json(text, tokenizer_json):
             raise ValueError(

@@ -406,9 +406,13 @@ class Ended(NamedTuple):
     errors: str  # what all ranks wrote to stderr
 
     def lines(self) -> list[str]:
-        """What `main` and `spawn` printed, without the messages of torch's C++ code and of torchrun."""
+        """What `main` and `spawn` printed, without the messages of torch's C++ code and of torchrun.
+
+        Of the program lines of a rank, only the innermost is left.
+        """
         begins = ("rank ", "spawn: ", "Error: ")
-        return [line for line in self.errors.splitlines() if line.startswith(begins)]
+        printed = [line for line in self.errors.splitlines() if line.startswith(begins)]
+        return [re.sub(r" < \S+:\d+", "", line) for line in printed]
 
 
 @pytest.fixture(scope="module")
@@ -568,6 +572,8 @@ def test_ranks_that_wait_for_one_another_are_named_with_their_lines(runs):
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, rank 1 at {sleeps}"
     ]
+    calls = line_of("code = globals()[name](*args)")
+    assert f": rank 0 at {waits} < {calls}, rank 1 at {sleeps} < {calls}\n" in ended.errors
 
 
 def test_a_rank_that_was_stopped_in_a_compilation_does_not_keep_the_others_waiting(runs):
@@ -610,8 +616,8 @@ def test_a_rank_that_is_in_no_collective_ends_after_the_report_without_a_launche
 def test_pythons_import_system_does_not_count_as_the_program():
     code = compile("inspect(thread)", "<frozen importlib._bootstrap>", "eval")
     names = {"inspect": ddp_setup._inspect_threads, "thread": threading.get_ident()}
-    line, here = eval(code, names)[0], sys._getframe().f_lineno
-    assert line == f"{Path(__file__).name}:{here}"
+    lines, here = eval(code, names)[0], sys._getframe().f_lineno
+    assert lines.split(" < ")[0] == f"{Path(__file__).name}:{here}"
 
 
 def test_a_rank_that_works_while_another_waits_for_it_is_named_with_a_line_of_its_work(runs):

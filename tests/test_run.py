@@ -1286,6 +1286,34 @@ def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_pa
         assert not (tmp_path / "out").exists()
 
 
+MIXED = """
+import os, runpy, sys, torch
+init, rank = torch.autocast.__init__, os.environ["RANK"]
+torch.cpu._is_avx512_bf16_supported = lambda: rank == "0"
+
+def note_and_init(self, device, dtype, enabled):
+    with open(os.path.join({folder!r}, rank), "w") as file:
+        file.write(f"{{dtype}} {{enabled}}")
+    init(self, device, dtype, enabled)
+
+torch.autocast.__init__ = note_and_init
+sys.path.insert(0, {root!r})
+runpy.run_path({root!r} + "/run.py", run_name="__main__")
+"""
+
+
+def test_ranks_with_different_processors_compute_in_the_dtype_of_rank_0(text, tmp_path):
+    script, port = tmp_path / "mixed.py", free_port()
+    script.write_text(MIXED.format(folder=f"{tmp_path}", root=f"{ROOT}"))
+    args = [*TINY, "--data", text, "--steps", 1, "--dtype", "auto", "--out", tmp_path / "out"]
+    with ExitStack() as stack:
+        how = {"launcher": [sys.executable, script]}
+        ranks = [Program(*args, env=launch_variables(i, 2, port), **how) for i in range(2)]
+        ended = [stack.enter_context(program).finish() for program in ranks]
+    assert [(ran.code, ran.err) for ran in ended] == [(0, "")] * 2, ended
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["torch.bfloat16 True"] * 2
+
+
 def test_characters_that_the_terminal_does_not_have_are_replaced(text, tmp_path):
     args = [*TINY, "--data", text, "--steps", 1, "--out", tmp_path / "выход"]
     # Python reads this variable when it starts.
