@@ -328,7 +328,7 @@ def byte_names() -> str:
 
 
 def read_vocabulary(path: Path, vocab: int) -> dict[str, Any]:
-    """Return the vocabulary of a tokenizer.json; "ids" if there is none.
+    """Return the vocabulary of a tokenizer.json, "ids" if there is none. ValueError if damaged.
 
     A file of `make_tokenizer`, also if transformers has saved it again, is "char" or "byte"; any
     other is kept as text.
@@ -336,9 +336,11 @@ def read_vocabulary(path: Path, vocab: int) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         model = json.loads(text)["model"]
-    except (OSError, ValueError, KeyError, TypeError):
+        ids = model.get("vocab")
+    except FileNotFoundError:
         return {"kind": "ids", "chars": ""}
-    ids = model.get("vocab")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path.name} is damaged: {error!r}") from None
     if isinstance(ids, dict) and len(ids) == vocab:
         in_order = "".join(sorted(ids, key=ids.__getitem__))
         for kind, chars in (("char", in_order), ("byte", "")):

@@ -542,6 +542,14 @@ def test_the_imported_run_is_not_overwritten(done, text, tmp_path):
     assert checkpoints(out)
 
 
+@pytest.mark.parametrize("data", [b"{", b"\xff", b"[]", b"{}", b'{"model": 1}', b"[" * 100_000])
+def test_a_damaged_tokenizer_of_an_imported_model_is_named(tmp_path, data):
+    write(of("char")[1], "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_bytes(data)
+    with pytest.raises(ValueError, match=r"^\S+/hf: tokenizer\.json is damaged: "):
+        exchange.read(f"{tmp_path / 'hf'}", reader.read)
+
+
 def test_ids_must_be_in_the_vocabulary_of_the_imported_model(tmp_path):
     write(of("ids")[1], "nanogpt", tmp_path / "a")
     begin = ["--init-from", tmp_path / "a", "--steps", 1, "--out", tmp_path / "out", "--data"]
