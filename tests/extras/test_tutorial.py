@@ -141,4 +141,4 @@ def test_each_script_has_a_folder_of_its_own():
         name: {*re.findall(r'ckpt\.save\(\s*"([^"]+)"', text)} for name, text in texts.items()
     }
     used = [folder for found in folders.values() for folder in found]
-    assert len(used) == len({*used}) == 5 and "out" not in used  # "out" is run.py's
+    assert len(used) == len({*used}) == 6 and "out" not in used  # "out" is run.py's
