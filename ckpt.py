@@ -40,10 +40,10 @@ import hashlib
 import math
 import os
 import re
-import secrets
 import shutil
 import socket
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -542,7 +542,7 @@ def make_folder(folder: str) -> None:
 @contextmanager
 def _temporary_file(folder: str) -> Iterator[IO[bytes]]:
     """Open a temporary file. Delete it at the end, unless it was renamed."""
-    path = Path(folder, TEMPORARY + secrets.token_hex())
+    path = Path(folder, TEMPORARY + uuid.uuid4().hex)
     try:
         with path.open("wb") as file:
             yield file
