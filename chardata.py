@@ -327,8 +327,8 @@ def steps(
     """Yield (micro-batches of this rank, count) for step `start` and all later steps, without end.
 
     Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. x and y
-    overlap in memory: do not write into them. `count` is the number of targets in the global batch,
-    by which the sum of the losses is divided. But on a rank without a window, it is 0 (see below).
+    overlap in memory: do not write into them. `count` is the number of targets in the global batch:
+    divide the sum of the losses by it. But on a rank without a window, it is 0 (see below).
 
     A rank divides its windows of a step into `accum` micro-batches, or fewer if it has fewer
     windows. So ranks can have different numbers of micro-batches. Synchronise gradients once per
@@ -339,9 +339,9 @@ def steps(
     substitute micro-batch. They must run forward and backward on it too, with the weight 0, because
     the other ranks wait for them.
 
-    In an epoch, the windows divide the data, which begins at an offset, into pieces of T inputs
-    without gaps. They are used in random order. Offset and order depend on (seed, epoch). At most
-    2 * T - 2 tokens, before the first window and after the last one, are in no window of the epoch.
+    In an epoch, the windows begin at an offset, and divide the data into pieces of T inputs without
+    gaps. They are used in random order. Offset and order depend on (seed, epoch). At most 2 * T - 2
+    tokens, before the first window and after the last one, are in no window of the epoch.
 
     Raises ValueError if the data has no more than T tokens, or if this rank reads an id that is not
     below plan.vocab. Other ranks do not notice such an id, and the caller must end them.

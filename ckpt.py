@@ -8,7 +8,7 @@
         for name in rejected:
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
-    step = [found.entry.step if found else 0]    # of rank 0; sent to all ranks here:
+    step = [found.entry.step if found else 0]    # of rank 0; the next two lines send it to all
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(step)
     ...
@@ -168,7 +168,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             likes = initial.pop(parameter)  # frees the memory of the initial state early
             if values := unused.pop(names[parameter], {}):
                 where = f"optimizer state of {names[parameter]}: "
-                # A fused optimizer does not check shapes. With others, it computes nonsense.
+                # A fused optimizer does not check shapes. With wrong ones, it computes nonsense.
                 check_same(_flatten(values), _flatten(likes), where)
                 receive = partial(_receive, device=parameter.device)
                 optimizer.state[parameter] = tree_map(receive, values, likes)
@@ -281,9 +281,9 @@ def save(
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
     state: what snapshot() returned on rank 0. step: from 0. A checkpoint of the same step is
-    replaced. loss: the validation loss. keep: if given, prune(folder, keep) follows. If the folder
-    has checkpoints with higher steps, prune() can delete the new one at once. Damaged checkpoints
-    count too, until set_aside().
+    replaced, also the best one. loss: the validation loss. keep: if given, prune(folder, keep)
+    follows. If the folder has checkpoints with higher steps, prune() can delete the new one at
+    once. Damaged checkpoints count too, until set_aside().
 
     ValueError if load() would refuse the file, for example because of NaN. No file is then left.
     ValueError also if keep < 1, after the file was written. After an error in writing, the earlier

@@ -47,9 +47,9 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
+PACKAGES = str(Path(torch.__file__).parents[1])
 # Files whose names begin with one of these are libraries. All other files belong to the user's
 # program. "<frozen" begins files of Python's import system; "<string>" starts a spawned process.
-PACKAGES = str(Path(torch.__file__).parents[1])
 LIBRARIES = os.path.dirname(os.__file__), PACKAGES, __file__, "<frozen", "<string>"
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}

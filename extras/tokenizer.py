@@ -101,8 +101,11 @@ def read_corpus(
     if not exists and not tokenizer_json:
         raise FileNotFoundError(f"--tokenizer {path}: not char, byte, or an existing file")
     if exists:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--tokenizer {path}: not a tokenizer.json: {error}") from None
         if tokenizer_json and not same_json(text, tokenizer_json):
             raise ValueError(
                 f"--tokenizer {path}: is not the tokenizer of the checkpoint; leave it out, or "

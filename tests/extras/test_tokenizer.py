@@ -159,6 +159,15 @@ def test_no_files_mean_the_default_text(cache):
         tokenizer.encode_files([], WORDS["GPT-2"], f"{cache}")
 
 
+def test_a_tokenizer_file_that_is_not_text_is_named(tmp_path):
+    path = tmp_path / "damaged.json"
+    path.write_bytes(b'{"model": "\xff"}')
+    with pytest.raises(
+        ValueError, match=r"^--tokenizer \S+/damaged\.json: not a tokenizer\.json: "
+    ):
+        tokenizer.read_corpus(chardata, [], f"{path}", "", None)
+
+
 def test_empty_files_are_an_error(cache):
     with pytest.raises(ValueError, match=r"0\.txt: is empty"):
         encoded(cache, [""], WORDS["GPT-2"])
