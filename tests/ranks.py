@@ -100,8 +100,15 @@ def agree_and_fail(folder: str, failing: str, error: str = "the cause") -> None:
 
 
 def fail_on_rank_1_in_wait_together() -> None:
+    """Rank 1 is slow after its error. Rank 0 sleeps longer where it sleeps, so that a busy machine decides nothing."""
+    sleep = time.sleep
     with ddp_setup.process_group("cpu", timeout=60) as world:
-        ddp_setup.wait_together(lambda: world.rank and int("on rank 1"), world)
+        try:
+            if world.rank == 0:
+                time.sleep = lambda seconds: sleep(20 * seconds)
+            ddp_setup.wait_together(lambda: world.rank and int("on rank 1"), world)
+        finally:
+            sleep(world.rank)
 
 
 def work_longer_than_the_timeout(folder: str) -> None:
