@@ -82,7 +82,7 @@ DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is Ctrl-C
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 DATA_ADVICE = "; to continue the run, name its data with --data; for a new run, name another --out"
-CLEAR_LINE = "\033[G\033[K"  # clears the line of show_progress in a terminal
+CLEAR_LINE = "\033[G\033[K"  # clears the line of show_progress; only a terminal gets it
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -96,7 +96,7 @@ PATH, DEVICES = click.Path(), ["auto", "cpu", "cuda", "mps"]
 
 def check_number(_: click.Context, __: click.Parameter, value: T) -> T:
     """Return the value of a flag. It must not be nan or infinite, which click's ranges accept."""
-    if isinstance(value, (int, float)) and not value < 2**63:  # nan is not
+    if isinstance(value, (int, float)) and not value < 2**63:  # this also finds nan
         raise click.BadParameter(f"{value} is not a number below 2**63")
     return value
 
@@ -206,14 +206,12 @@ def train(flags: Flags, given: set[str]) -> int:
     given: the names of the flags that the user set.
     """
     with (
-        usage_errors(),  # errors that process_group itself raises
         ddp_setup.stop_signals(STOPPING) as stop_requested,
-        ddp_setup.process_group(flags.device, flags.timeout) as world,
-        usage_errors(),  # errors of the body; process_group reads the exit_code of a UsageError
+        join_group(flags.device, flags.timeout) as world,
     ):
         # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
         rank0 = world.rank == 0
-        # Ranks with different flags, or different `given`, would train different runs.
+        # Ranks with different flags would train different runs. `given` is taken from rank 0.
         values, given = ddp_setup.from_rank_zero(lambda: (vars(flags), given), world)
         for name, value in values.items():
             if getattr(flags, name) != value:
@@ -273,7 +271,8 @@ def train(flags: Flags, given: set[str]) -> int:
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
             with usage_errors(f"{saved['name']}: "):
-                storage.restore_(state, replica, optimizers)  # from rank 0 to all
+                # Sends it from rank 0 to all. The learning rates of `optimizers` stay as they are.
+                storage.restore_(state, replica, optimizers)
             if saved.get("scaler"):  # only after a run in float16
                 scaler.load_state_dict(saved["scaler"])
         del state  # frees the memory of the checkpoint
@@ -320,20 +319,20 @@ def train(flags: Flags, given: set[str]) -> int:
         )
         with usage_errors(f"--out {flags.out}: "):
             # The lock is held while this name exists.
-            _lock = ddp_setup.wait_together(lambda: prepare() if rank0 else None, world)
+            _lock = ddp_setup.wait_together(prepare if rank0 else lambda: None, world)
             if sharded:
                 storage.check_shared_folder(flags.out)
 
         if rank0:
-            size, kind = sum(map(torch.numel, model.parameters())), world.device.type
+            size = sum(map(torch.numel, model.parameters()))
             say(
-                f"Training: {size:,} parameters on {world.size} x {kind} in {dtype_name}, steps "
-                f"{start_step + 1} to {total} (set by {limit}), in {flags.out}"
+                f"Training: {size:,} parameters on {world.size} x {world.device.type} in "
+                f"{dtype_name}, steps {start_step + 1} to {total} (set by {limit}), in {flags.out}"
             )
         log = partial(append_metrics, storage, flags.out)
-        # If the thread of the pool used several OpenMP threads, there would be more OpenMP threads
-        # than CPUs. Idle ones would then sleep at once: training on a CPU would be a third slower.
-        # Without get_num_threads here, this thread could later take over the 1 of that thread.
+        # With more OpenMP threads than CPUs, idle ones sleep at once, and training on a CPU is a
+        # third slower. So the thread of the pool uses only one. torch would give this setting also
+        # to each thread that has not asked for its own yet. So this thread asks now.
         torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         # The latest save and its deadline. At first, a call that does nothing.
@@ -376,7 +375,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 # repeat, their checkpoints would be equal, and --keep would delete older ones.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # If an evaluation or a save follows, float() or isfinite() above has waited for the
-                # device on rank 0. So the time of the pause contains no training.
+                # device on rank 0. So the time after paused_at contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -394,8 +393,9 @@ def train(flags: Flags, given: set[str]) -> int:
                             extra("replicas").verify_replicas(replica, optimizers)
                     # If the previous save has not ended in time, skip this one.
                     if may_save := wait_for_saves():
-                        more = constants | {"step": step, "scaler": scaler.state_dict()}
-                        state = storage.snapshot(replica, optimizers, **more)
+                        state = storage.snapshot(
+                            replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
+                        )
                         if rank0 or sharded:
                             save = pool.submit(
                                 storage.save, flags.out, state, step, val_loss, flags.keep
@@ -460,11 +460,11 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
 def find_start(flags: Flags, storage: ModuleType) -> Values:
     """Return the newest checkpoint, or the model of --init-from, or {} for a new model."""
     state = find_checkpoint(flags.out, storage)
-    if not state and flags.init_from is not None:
-        state = extra("exchange").start_state(
-            flags.init_from, flags.out, open_storage(flags.init_from), extra("reader").read
-        )
-    return state
+    if state or flags.init_from is None:
+        return state
+    return extra("exchange").start_state(  # type: ignore[no-any-return]
+        flags.init_from, flags.out, open_storage(flags.init_from), extra("reader").read
+    )
 
 
 def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
@@ -573,7 +573,7 @@ def build_model(config: gpt.Config, seed: int | None, checkpoint_activations: bo
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the flags name.
 
-    one_machine: whether all ranks are on one machine. Only then they divide the work of Muon.
+    one_machine: whether all ranks are on one machine. Only then do they divide the work of Muon.
     Between machines, this would be slower.
     """
     groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
@@ -626,6 +626,7 @@ def prepare_folder(
     Set damaged checkpoints aside, remove metrics after `step`, and write config.json.
     """
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
+    # Each config.json of this program has the name of this flag.
     if (old or metrics) and '"val_fraction"' not in old and not step:
         raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
     storage.make_folder(out)
@@ -705,6 +706,17 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 
 
 @contextmanager
+def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]:
+    """Enter ddp_setup.process_group. After a mistake of the user, all ranks get the exit code 2.
+
+    process_group reads the exit code from the error that leaves its block, hence the inner
+    usage_errors. The outer one is for errors that process_group itself raises.
+    """
+    with usage_errors(), ddp_setup.process_group(device, timeout) as world, usage_errors():
+        yield world
+
+
+@contextmanager
 def usage_errors(subject: str = "", advice: str = "") -> Iterator[None]:
     """Raise click.UsageError for errors about values, files and packages: SUBJECT ERROR ADVICE.
 
@@ -781,7 +793,7 @@ def sample(
     \b
       python run.py sample --prompt "The " --max-new-tokens 200
     """
-    with usage_errors(), ddp_setup.process_group(device) as world:
+    with join_group(device) as world:
         model, state = load_model(out, world)
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
         codec = extra("tokenizer") if kind == "tokenizer" else chardata
@@ -820,13 +832,13 @@ def evaluate(out: str, device: str, data: str | None) -> None:
     \b
       python run.py eval --data other.txt
     """
-    with usage_errors(), ddp_setup.process_group(device) as world:
+    with join_group(device) as world:
         model, state = load_model(out, world)
         config = state["config"]
         config["eval_tokens"] = 0  # all
         if data is not None:
             config |= {"data": data, "val_fraction": 1.0}
-            state.pop("data")  # the digest of the run's data
+            del state["data"]  # the digest of the run's data
         flags = merge_saved_flags(Flags(out=out), set(), state)
         corpus, _, plan = load_data(flags, set(), state, world)
         if not plan.tokens:

@@ -822,14 +822,25 @@ def test_ctrl_c_while_torch_is_imported_ends_the_command(undisturbed, tmp_path, 
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", ""), ran
 
 
-def test_of_several_ranks_only_rank_0_prints_a_sample(undisturbed):
-    ask = ["sample", "--out", undisturbed(1), "--seed", 1, "--max-new-tokens", 20]
+def on_two_ranks(*args: object) -> list[Ran]:
     port = free_port()
     with ExitStack() as stack:
-        ranks = [Program(*ask, env=launch_variables(i, 2, port)) for i in range(2)]
-        ended = [stack.enter_context(program).finish() for program in ranks]
+        ranks = [Program(*args, env=launch_variables(i, 2, port)) for i in range(2)]
+        return [stack.enter_context(program).finish() for program in ranks]
+
+
+def test_of_several_ranks_only_rank_0_prints_a_sample(undisturbed):
+    ask = ["sample", "--out", undisturbed(1), "--seed", 1, "--max-new-tokens", 20]
+    ended = on_two_ranks(*ask)
     assert [ran.code for ran in ended] == [0, 0], ended
     assert [ran.out for ran in ended] == [run(*ask).out, ""] and len(ended[0].out) > 20, ended
+
+
+@pytest.mark.parametrize("command", ["sample", "eval"])
+def test_after_a_mistake_all_ranks_exit_with_2_and_one_prints_it(tmp_path, command):
+    ended = on_two_ranks(command, "--out", tmp_path)
+    assert [ran.code for ran in ended] == [2, 2], ended
+    assert "".join(ran.err for ran in ended).count("there is no checkpoint") == 1, ended
 
 
 def test_eval_prints_a_loss_of_which_the_perplexity_is_too_large_for_a_float(text, tmp_path):
