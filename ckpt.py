@@ -93,7 +93,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
 
     Every rank must call this. In a process group, ranks above 0 get {} as "model" and "optimizers".
     The names are those of the model without its wrappers: see unwrap. An optimizer without a state
-    becomes {}. The copies share no memory with the model, so training can continue at once.
+    becomes {}. restore_ does not use its "param_groups". The copies share no memory with the model,
+    so training can continue at once.
 
     model: for several models, as in a GAN, pass nn.ModuleDict({"g": g, "d": d}) without wrappers.
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
@@ -142,9 +143,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
     ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
     model does not have. The model is then unchanged, but gradients may be deleted, and an optimizer
-    may have no state, or the saved one. (Exception: to get its initial state, each optimizer does a
-    step with zero gradients and learning rate 0, which also calls hooks of step(). Adam with eps=0
-    then sets the weights to NaN, as it divides 0 by 0.)
+    may have no state, or the saved one. (One case changes the model: to get its initial state, each
+    optimizer does a step with zero gradients and learning rate 0, which also calls hooks of step().
+    Adam with eps=0 then sets the weights to NaN, as it divides 0 by 0.)
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -170,14 +171,22 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 where = f"optimizer state of {names[parameter]}: "
                 # A fused optimizer does not check shapes. With wrong ones, it computes nonsense.
                 check_same(_flatten(values), _flatten(likes), where)
-                receive = partial(_receive, device=parameter.device)
-                optimizer.state[parameter] = tree_map(receive, values, likes)
+                optimizer.state[parameter] = tree_map(
+                    partial(_receive, device=parameter.device), values, likes
+                )
         if unused:
             raise ValueError(
                 f"an optimizer has state of {min(unused)} in the checkpoint, but not here: is it "
                 "frozen, or in another optimizer?"
             )
-    model.load_state_dict({name: _receive(state["model"][name], ours[name]) for name in ours})
+    device = next(model.parameters()).device
+    # tree_map, because the extra state of a module can be a dict with tensors.
+    model.load_state_dict(
+        {
+            name: tree_map(partial(_receive, like=ours[name], device=device), state["model"][name])
+            for name in ours
+        }
+    )
 
 
 def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:
@@ -194,8 +203,8 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     # If there are no gradients and no state, torch creates the state: the optimizer does a step
-    # with zero gradients and learning rate 0. But in torch 2.11, Adagrad needs the state that its
-    # constructor has created.
+    # with zero gradients and learning rate 0. A complete state is used as it is, because in torch
+    # 2.11 only the constructor of Adagrad can create it.
     optimizer.zero_grad()
     if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
         optimizer.state.clear()
@@ -214,29 +223,28 @@ def _flatten(values: State) -> State:
     }
 
 
-def _receive(value: Any, like: Any, device: torch.device | None = None) -> Any:
+def _receive(value: Any, like: Any, device: torch.device) -> Any:
     """Send a value of rank 0 to all ranks. Return it placed as `like` is.
 
     Every rank must call this. value: on ranks above 0, tensors are on "meta". like: if it is a
     tensor with the shape of the value, the result gets its device, its strides, and its sharding if
-    it is a DTensor. device: on which to broadcast, if not that of `like`. NCCL cannot broadcast a
-    tensor on the CPU, such as Adam's "step".
+    it is a DTensor. device: on which to broadcast. NCCL cannot broadcast a tensor on the CPU, such
+    as Adam's "step".
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    new = torch.empty(
-        value.shape, dtype=value.dtype, device=device or getattr(like, "device", None)
-    )
+    new = torch.empty(value.shape, dtype=value.dtype, device=device)
     if not value.is_meta:
         new.copy_(value)
     if dist.is_initialized():
         dist.broadcast(new, 0)
     if new.shape != getattr(like, "shape", None):  # extra state of a module: any shape is valid
-        return new
+        return new.cpu()
     if hasattr(like, "placements"):
         # With the source None, no rank sends: each one takes its part of `new`.
-        distribute = dist.tensor.distribute_tensor
-        new = distribute(new, like.device_mesh, like.placements, src_data_rank=None)
+        new = dist.tensor.distribute_tensor(
+            new, like.device_mesh, like.placements, src_data_rank=None
+        )
     return torch.empty_like(like, dtype=new.dtype).copy_(new)
 
 
@@ -265,7 +273,7 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
 def _kind(name: str, values: State) -> str:
     """Describe the value of `name` in an error."""
     value = values.get(name)
-    if name in values and name.endswith("_extra_state"):
+    if name in values and f".{name}".endswith("._extra_state"):
         return "present"
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}"
@@ -296,7 +304,8 @@ def save(
             torch.save(state, file)
         except RuntimeError as error:  # torch.save hides an OSError in __context__.
             raise error.__context__ if isinstance(error.__context__, OSError) else error
-        # Raise ValueError now if load() would refuse a class. "meta" tensors take no memory.
+        # Raise ValueError now if load() would refuse a class. "meta" tensors take no memory. The
+        # file is still open, but torch.save has flushed it.
         _read_state(file.name, device="meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
@@ -336,7 +345,7 @@ def _read_state(path: str | Path, device: str) -> Any:
     except (OSError, MemoryError):  # The file may be good.
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and "memory" in f"{error}":  # It may be good here too.
+        if isinstance(error, RuntimeError) and "memory" in f"{error}":  # The file may be good.
             raise
         # torch names a class that it refuses, for example "GLOBAL argparse.Namespace".
         what = ": ".join([type(error).__name__, *re.findall(r"GLOBAL \S+", f"{error}")])
@@ -349,12 +358,14 @@ def _check_state(state: Any) -> None:
     """Raise ValueError if state["model"] is missing, empty, cannot be checked, or contains NaN."""
     match state:
         case {"model": dict(model)} if model:
-            tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+            pass
         case _:
             raise ValueError(
                 "not a checkpoint: no state dict under 'model' (snapshot gives it to rank 0 only)"
             )
-    for name, value in tensors.items():
+    for name, value in model.items():
+        if not isinstance(value, Tensor):
+            continue
         if value.is_meta or value.is_quantized or value.layout != torch.strided:
             raise ValueError(f"not supported: {name} is on the device meta, quantized or sparse")
         if value.isnan().any():
@@ -454,7 +465,7 @@ def _remove(folder: str, name: str) -> None:
 
 
 def set_aside(folder: str, name: str) -> None:
-    """Add ".damaged" to the name of a checkpoint, so that it is no longer listed."""
+    """Add ".damaged" to a name, so that it is no longer listed. For superseded folders too."""
     _rename(Path(folder, name), f"{name}.damaged")
 
 
@@ -530,7 +541,7 @@ def read_text(folder: str, name: str) -> str:
 
 def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
-    if not folder or "://" in f"{folder}":  # a Path works too
+    if not folder or "://" in f"{folder}":  # it can be a Path
         raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder)
     for each in [*reversed(path.parents), path]:

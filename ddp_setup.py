@@ -116,23 +116,26 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     the timeout. Each rank raises these two errors itself.
 
     If a rank is killed, if its device is not available (ValueError), or if an exception (a subclass
-    of Exception) leaves the block, all ranks end. One rank reports the cause:
+    of Exception) leaves the block, all ranks that still use the group end. One rank reports the
+    cause:
     - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
-      that did not answer. Under spawn, the parent process reports the lost rank instead. If the
-      store is lost too, each rank raises ConnectionError. With most launchers, rank 0 holds it.
+      that did not answer, unless torchrun ends these ranks first. Under spawn, the parent process
+      reports the lost rank instead. If the store is lost too, each rank raises ConnectionError.
+      torchrun and spawn hold the store in a process of their own. Otherwise, rank 0 holds it.
     - If all ranks failed in torch.distributed, one of them raises torch's own exception.
     - Otherwise, the rank that failed first raises its own exception.
     All other ranks raise SystemExit instead of the exception that they got. Python prints nothing
     for it. The exit code is the attribute `exit_code` of the replaced exception, else 1.
-    But with NCCL, a rank that waits in a collective raises nothing: it ends at the timeout with
-    exit code 1, or torch ends it with SIGABRT.
+    But a rank raises nothing while it joins the group, or while it waits in a collective of NCCL:
+    it ends at the timeout with exit code 1, or torch ends it with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt is lost for ranks that still use
     the group. With sys.exit() and sys.exit(0), it first leaves the group in order, as at the end of
     the block. With another exit code, and with KeyboardInterrupt, it does not.
 
-    After the block, the current GPU, torch's number of threads, and the environment variables
-    GLOO_SOCKET_IFNAME and TORCH_FR_BUFFER_SIZE stay as they were set here.
+    After a block that was left in order, a program can call process_group again. The current GPU,
+    torch's number of threads, and the environment variables GLOO_SOCKET_IFNAME and
+    TORCH_FR_BUFFER_SIZE stay as they were set here.
     """
     env = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
@@ -300,7 +303,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
         # If the network is down, a request to the store never returns.
         not_failed = _in_thread(claim_report).result(6)
     except (dist.DistError, TimeoutError):
-        not_failed = ["0"]  # The store is lost, and usually rank 0 with it.
+        not_failed = ["0"]  # The store is lost, and usually rank 0 or its machine with it.
     if consequence and not_failed:  # If all ranks have failed, none was lost.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
         raise ConnectionError(f"no answer from rank {' or '.join(not_failed)} ({how})") from error
@@ -363,7 +366,7 @@ def _watch_ranks(
 def _inspect_threads(main: int) -> tuple[str, bool]:
     """Return the program lines of the thread `main`, and whether a thread runs torch.compile.
 
-    The lines are those of the innermost three calls: the first can be in loop.py or ckpt.py.
+    They are those of the innermost three calls, because the first is often in a helper function.
     """
     # traceback.extract_stack would read source files. Their storage can hang.
     stacks = {
@@ -422,7 +425,7 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
 
     All ranks must call this function, with the same architecture. All get the weights of rank 0. A
     wrapped model has the original one as its attribute `module`. Existing gradients may be lost.
-    This function calls the gradient hooks of parameters once, with zeros. If a hook takes an
+    This function can call the gradient hooks of parameters, with zeros. If a hook takes an
     optimizer step, register it after this call.
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
@@ -435,10 +438,10 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     replica = nn.parallel.DistributedDataParallel(model, **ddp)
     sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     if not (replica.find_unused_parameters or replica.static_graph or sparse):
-        # After its first backward pass, DDP changes the order in which it adds gradients. A resumed
-        # run has a new replica, so its first step would round differently. Make that pass now, with
-        # gradients of zero. (With find_unused_parameters, DDP keeps the first order. Zeros as below
-        # are dense, and DDP expects sparse ones for sparse embeddings.)
+        # After its first backward pass, DDP rebuilds its buckets, and sums round differently. A
+        # resumed run has a new replica, so make that pass now, with zero gradients. (Not with
+        # find_unused_parameters: DDP then keeps its buckets. Not with static_graph: DDP would take
+        # this pass for the graph. Not with sparse embeddings: the zeros below are dense.)
         # prepare_for_backward takes the place of the forward pass. []: expect all gradients.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
@@ -532,12 +535,13 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 
     def handle(number: int, _: object) -> None:
         # A forked child has this handler too, but Process.terminate() must end it.
-        if number == signal.SIGTERM and os.getpid() != owner:
+        forked = os.getpid() != owner
+        if forked and number == signal.SIGTERM:
             os._exit(128 + number)
         received.append(number)
         if received.count(signal.SIGINT) > 1:
             os._exit(130)
-        rank0 = os.environ.get("RANK", "0") == "0"
+        rank0 = os.environ.get("RANK", "0") == "0" and not forked
         if notice and rank0 and number == signal.SIGINT and os.isatty(2):
             with suppress(OSError):
                 # print() would fail if the signal has interrupted another print().
@@ -666,8 +670,9 @@ def _run_rank(
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     os.environ.pop("TORCHELASTIC_RUN_ID", None)  # can be that of the parent's torchrun
-    # By default, let the rank fork its own processes, such as the workers of a DataLoader, as under
-    # torchrun. Otherwise they would not inherit stop_signals, and would import the script again.
+    # Restore the default start method, on Linux fork, for processes that the rank itself starts,
+    # such as the workers of a DataLoader. If these were not forked, they would not inherit
+    # stop_signals, and would import the script again.
     mp.set_start_method(None, force=True)
     try:
         fn(*args)

@@ -86,8 +86,8 @@ def train_(
     model.train() at the start.
 
     start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
-        only when `steps` ends. If you leave the loop with break, do not call train_ for a finished
-        run: it would do one more step.
+        only when `steps` ends. If your loop ends with break, do not call train_ when no step is
+        left: it does a step before the loop can break.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
         the global batch, or 0 on a rank that has no data left. Such a rank passes any earlier
         micro-batch, which is not part of the global batch. It gets the weight 0, so its loss and
@@ -130,10 +130,10 @@ def train_(
     If an error is raised on some ranks only, the others wait in a collective until the processes of
     these ranks end, or until the timeout of the process group.
 
-    On CUDA, report.stop, Diverged and this ValueError come one step later. A request to stop in the
-    last step is not reported. Errors of the last step are raised when `steps` ends, so a caller
-    that uses break does not get them. An optimizer without fused=True makes the host wait in each
-    step.
+    On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step later. A
+    request to stop in the last step is not reported. Errors of the last step are raised when
+    `steps` ends, so a caller that uses break does not get them. An optimizer without fused=True
+    makes the host wait in each step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -146,7 +146,7 @@ def train_(
     if not clip > 0:
         raise ValueError(f"clip is {clip}; must be above 0, and math.inf for no clipping")
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
-    skipped = in_a_row = norm = torch.zeros((), device=device)
+    skipped = in_a_row = previous = torch.zeros((), device=device)
     # A queue of checks (see _read_flags), one per step. On CUDA, the queue begins with a check that
     # does nothing, so each step calls the check of the step before. Otherwise it calls its own.
     unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
@@ -162,18 +162,20 @@ def train_(
         weight = world_size / total if total else 0.0
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _seed(device, seed, step, rank)
-            sums = _backward_(model, batches, weight, loss_fn, dtype, scaler, stop(), norm, no_sync)
-            # `norm` is still that of the step before, and sums[3] is its sum over the ranks. Not
-            # exactly equal: different hardware rounds differently. NaN and inf give False.
-            differ = (sums[3] / world_size - norm).abs() > 1e-3 * norm
+            sums = _backward_(
+                model, batches, weight, loss_fn, dtype, scaler, stop(), previous, no_sync
+            )
+            # `previous` is the norm of the step before, and sums[3] is its sum over the ranks. The
+            # check allows 0.1 %, because different hardware rounds differently.
+            differ = (sums[3] / world_size - previous).abs() > 1e-3 * previous
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
+        previous = norm.nan_to_num(0.0, 0.0)  # NaN on one rank only must not pass the check.
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
         read = to_host(torch.stack([*sums[1:3], in_a_row, differ]))
         unread.append(partial(_read_flags, read, step + 1, total, patience))
-        stopping = unread.pop(0)()
-        yield step + 1, Report(loss, norm, sums[1], skipped, stopping)
+        yield step + 1, Report(loss, norm, sums[1], skipped, unread.pop(0)())
     for read_flags in unread:
         read_flags()
 
@@ -206,14 +208,14 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
 
 
 def _read_delay(device: torch.device) -> bool:
-    """Return how many steps, or rounds of an evaluation, late the host reads flags: 1 on CUDA."""
+    """Return after how many more steps, or rounds of an evaluation, the host reads flags."""
     return device.type == "cuda"
 
 
 def _seed(device: torch.device, *numbers: int) -> None:
     """Seed torch's generators with a hash of `numbers`."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
-    seed = int.from_bytes(digest.digest(), "little")
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little")
     # torch.manual_seed also seeds other devices, which takes time.
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
@@ -279,10 +281,10 @@ def _update_(
         # if fused SGD skipped its first step there, its momentum buffer would not be initialised.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
-            setattr(optimizer, "found_inf", (~finite).float())
+            optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
             optimizer.step()
             # A later optimizer.step() of another caller must not skip.
-            delattr(optimizer, "found_inf")
+            del optimizer.found_inf  # type: ignore[attr-defined]
         elif finite:
             optimizer.step()
         optimizer.zero_grad()
@@ -367,7 +369,8 @@ def group_batches(
     rank that has no batch at all while others have.
 
     group_batches reads one step ahead, so the saved state of a loader would be one step too far. To
-    resume, skip the batches of the finished steps instead.
+    resume, skip the finished steps instead: islice(group_batches(...), start, None). If no step was
+    left out, you can instead skip their batches before group_batches, which is faster.
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:

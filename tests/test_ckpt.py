@@ -560,6 +560,10 @@ def restore_unusual_in_a_group(path):
         state = ckpt.snapshot(*stopped)
         ckpt.restore_({} if dist.get_rank() else state, *resumed)
         assert_same_training(resumed, stopped, (2, 3, 8, 8) if "order" in case else (8, 4))
+    for extra in EXTRA_STATES:
+        model = WithExtraState(None)
+        ckpt.restore_(ckpt.snapshot(WithExtraState(extra), []), model, [])
+        assert same(model.extra, extra), model.extra
     # FSDP in groups of one rank: the first rank of each group is not rank 0.
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))["shards"]
     pairs = []
@@ -728,7 +732,10 @@ class WithExtraState(nn.Module):
         self.extra = extra
 
 
-@pytest.mark.parametrize("extra", [{"seen": 3}, torch.arange(5)])
+EXTRA_STATES = {"seen": 3}, torch.arange(5), {"seen": [torch.arange(5), 3]}
+
+
+@pytest.mark.parametrize("extra", EXTRA_STATES)
 def test_extra_state_may_have_another_type_in_a_new_model(extra):
     model = WithExtraState(None)
     ckpt.restore_(ckpt.snapshot(WithExtraState(extra), []), model, [])
@@ -737,6 +744,13 @@ def test_extra_state_may_have_another_type_in_a_new_model(extra):
         ValueError, match="^_extra_state is missing in the checkpoint, present here"
     ):
         ckpt.check_same({"weight": model.weight}, model.state_dict())
+
+
+def test_a_buffer_whose_name_ends_like_that_of_an_extra_state_is_compared():
+    name, ours = "my_extra_state", torch.ones(2)
+    for theirs in (torch.ones(3), ours.double()):
+        with pytest.raises(ValueError, match="^my_extra_state is .* in the checkpoint, "):
+            ckpt.check_same({name: theirs}, {name: ours})
 
 
 # ----------------------------------------------------------------------------------- state <-> file

@@ -298,6 +298,13 @@ def test_only_rank_0_prints_the_notice_and_only_for_ctrl_c_in_a_terminal(monkeyp
             os.kill(os.getpid(), number)
             wait_for(stop_requested, "the signal", 10)
 
+    def interrupt_forked_child() -> None:
+        with ddp_setup.stop_signals("from a worker of a DataLoader"):
+            if not (child := os.fork()):
+                os.kill(os.getpid(), signal.SIGINT)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+
     controller, terminal = os.openpty()
     stderr, printed = os.dup(2), b""
     try:
@@ -305,6 +312,7 @@ def test_only_rank_0_prints_the_notice_and_only_for_ctrl_c_in_a_terminal(monkeyp
         interrupt("1", signal.SIGINT, "from rank 1")
         interrupt("0", signal.SIGTERM, "for SIGTERM")
         interrupt("0", signal.SIGINT)
+        interrupt_forked_child()
         interrupt("0", signal.SIGINT, "rank 0")
         interrupt(None, signal.SIGINT, "alone")
         os.write(2, b"end")
