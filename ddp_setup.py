@@ -127,7 +127,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     All other ranks raise SystemExit instead of the exception that they got. Python prints nothing
     for it. The exit code is the attribute `exit_code` of the replaced exception, else 1.
     But a rank raises nothing while it joins the group, or while it waits in a collective of NCCL:
-    it ends at the timeout with exit code 1, or torch ends it with SIGABRT.
+    it ends with exit code 1 at the timeout, with NCCL earlier if another rank has reported an
+    error (after 1/10 of the timeout), or torch ends it with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt is lost for ranks that still use
     the group. With sys.exit() and sys.exit(0), it first leaves the group in order, as at the end of
@@ -328,7 +329,8 @@ def _watch_ranks(
     all machines share, and the count shows how old a line is. A rank is stuck if it waits, no
     collective has started or ended since the last interval, and no rank runs torch.compile. (After
     a rank has reported an error, all others count as waiting.) A rank that is stuck 20 times in a
-    row ends. The first one prints where each rank is, if no rank has reported an error.
+    row ends. The first one prints where each rank is, if no rank has reported an error. After such
+    a report, 2 times are enough with NCCL, which does not notice that another rank has failed.
     """
     numbers: Any = None
     count = compiled = 0
@@ -338,13 +340,15 @@ def _watch_ranks(
         before = numbers, compiled  # one interval ago
         numbers, waiting = _inspect_collectives(cuda, numbers)
         waiting |= not joined.is_set()
+        enough = 20
         with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.
             count = store.add("counter", 1)
             store.set(f"state of {env.rank}", json.dumps([count, line]))
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
-            waiting = waiting or store.add("reported", 0) > 0
+            if (cuda or not waiting) and store.add("reported", 0) > 0:
+                enough, waiting = (2 if waiting else 20), True
         counts = [*counts, count] if waiting and (numbers, compiled) == before else []
-        if len(counts) < 20:
+        if len(counts) < enough:
             continue
         ranks = ["no answer from rank 0"]
         with suppress(dist.DistError):
@@ -384,22 +388,23 @@ def _inspect_collectives(cuda: bool, before: Any) -> tuple[Any, bool]:
     """Read torch's flight recorder, which numbers the collectives of each process group.
 
     Returns the numbers of the last enqueued, started and completed collective of each group, and
-    whether this rank waits in a collective. before: these numbers, one interval ago.
+    whether this rank waits in a collective. before: these numbers, one interval ago. With NCCL, the
+    program can have groups of gloo too.
     """
-    recorder = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
-    dump = getattr(torch._C._distributed_c10d, recorder)
+    names = ["_dump_fr_trace_json", "_dump_nccl_trace_json"][: 1 + cuda]  # of gloo, and of NCCL
+    dumps = [getattr(torch._C._distributed_c10d, name) for name in names]
     # dump(include_collectives, only_active)
-    numbers = json.loads(dump(False, True))["pg_status"]
-    if cuda:
-        return numbers, any(
-            group["last_enqueued_collective"] != group["last_completed_collective"]
-            for group in numbers.values()
-        )
+    numbers = [json.loads(dump(False, True))["pg_status"] for dump in dumps]
+    waiting = any(
+        group["last_enqueued_collective"] != group["last_completed_collective"]
+        for groups in numbers[1:]
+        for group in groups.values()
+    )
     # gloo completes collectives in any order, so the last one can be complete while an earlier one
     # is not. So look at each of them. This takes up to 0.1 s, so do it only if no number changed.
-    waiting = numbers == before and not all(
-        entry["retired"] for entry in json.loads(dump(True, False)).get("entries", [])
-    )
+    if not waiting and numbers == before:
+        entries = json.loads(dumps[0](True, False)).get("entries", [])
+        waiting = not all(entry["retired"] for entry in entries)
     return numbers, waiting
 
 

@@ -107,8 +107,8 @@ def train_(
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
     seed: each step seeds torch's random generators from (seed, step, rank), so dropout is the same
-        in a resumed run. After the step, the generators are as before, so `seed` does not affect
-        the shuffling of a DataLoader.
+        in a resumed run. After the step, the generators of CPU and CUDA are as before, so `seed`
+        does not affect the shuffling of a DataLoader.
     stop: is called once per step. If it returns true on any rank, report.stop is true on all.
     patience: train_ raises Diverged after this number of bad steps in a row, at least 1. Each call
         of train_ counts from 0. In a bad step, the loss or the gradient norm is not finite, for
@@ -132,8 +132,8 @@ def train_(
 
     On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step later. A
     request to stop in the last step is not reported. Errors of the last step are raised when
-    `steps` ends, so a caller that uses break does not get them. An optimizer without fused=True
-    makes the host wait in each step.
+    `steps` ends, so a caller that uses break does not get them. An optimizer without fused=True,
+    or without state, makes the host wait in each step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

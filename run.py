@@ -25,6 +25,7 @@ import re
 import shutil
 import signal
 import sys
+import sysconfig
 import time
 import traceback
 import warnings
@@ -613,9 +614,11 @@ def should_compile(flag: bool | None, device: torch.device, flops: float) -> boo
     if flag is not None:
         return flag
     worth_it = device.type == "cuda" or (device.type == "cpu" and flops > 5e13)
-    # On CUDA, Triton needs a C compiler. On a CPU, Inductor needs a C++ compiler.
+    # On CUDA, Triton needs a C compiler. On a CPU, Inductor needs a C++ compiler. Both need
+    # Python.h, which is in a separate package on Debian and Ubuntu, python3-dev.
     name, usual = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
-    return worth_it and shutil.which(os.environ.get(name, usual)) is not None
+    header = os.path.exists(f"{sysconfig.get_path('include')}/Python.h")
+    return worth_it and header and shutil.which(os.environ.get(name, usual)) is not None
 
 
 def prepare_folder(

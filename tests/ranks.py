@@ -426,6 +426,30 @@ def fork_after_the_import() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
+def wait_in_gloo_beside_nccl(folder: str) -> None:
+    """Rank 0 writes down whether it waits: before, during and after a collective of gloo."""
+    seen = Path(folder, "seen")
+    # Only the CUDA build of torch has this function.
+    torch._C._distributed_c10d._dump_nccl_trace_json = lambda *_: '{"pg_status": {}}'
+
+    def waits() -> bool:
+        numbers, _ = ddp_setup._inspect_collectives(True, None)
+        return ddp_setup._inspect_collectives(True, numbers)[1]
+
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        results = [waits()]
+        if world.rank:
+            while not seen.exists():
+                time.sleep(0.01)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        results.append(waits())
+        seen.touch()
+        work.wait()
+        results.append(waits())
+    if world.rank == 0:
+        seen.write_text(f"{results}")
+
+
 def compare_batch_norm_statistics() -> None:
     with ddp_setup.process_group("cuda") as world:
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(1))

@@ -621,6 +621,41 @@ def test_a_rank_that_is_in_no_collective_ends_after_the_report_without_a_launche
     assert ended.codes == [1, 1] and len(ended.lines()) == 1
 
 
+WATCH = """
+import json, sys, threading
+import torch
+import torch.distributed as dist
+import ddp_setup
+
+# Imitates torch's record of a collective of NCCL that does not end. Only the CUDA build has NCCL.
+group = {"last_enqueued_collective": 2, "last_completed_collective": 1}
+c10d = torch._C._distributed_c10d
+c10d._dump_nccl_trace_json = lambda *_: json.dumps({"pg_status": {"0": group}})
+store, joined = dist.TCPStore("127.0.0.1", int(sys.argv[1])), threading.Event()
+joined.set()
+env, never = ddp_setup.World(1, 1, 2, 2), threading.Event()
+ddp_setup._watch_ranks(env, store, 2, sys.argv[2] == "nccl", threading.get_ident(), joined, never)
+"""
+
+
+@pytest.mark.parametrize(
+    "backend, reported, intervals", [("nccl", 0, 21), ("nccl", 1, 3), ("gloo", 1, 21)]
+)
+def test_with_nccl_a_rank_that_waits_ends_early_after_a_report(backend, reported, intervals):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store.add("reported", reported)
+    command = [sys.executable, "-c", WATCH, f"{store.port}", backend]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    error = "Error: no progress for 2 s: no answer from rank 0, rank 1 at a library\n"
+    assert (ended.returncode, ended.stderr) == (1, "" if reported else error)
+    assert store.add("counter", 0) == intervals
+
+
+def test_beside_nccl_a_rank_that_waits_in_a_group_of_gloo_is_noticed(tmp_path):
+    run_on_ranks(ranks.wait_in_gloo_beside_nccl, 2, f"{tmp_path}")
+    assert (tmp_path / "seen").read_text() == "[False, True, False]"
+
+
 def test_pythons_import_system_does_not_count_as_the_program():
     code = compile("inspect(thread)", "<frozen importlib._bootstrap>", "eval")
     names = {"inspect": ddp_setup._inspect_threads, "thread": threading.get_ident()}

@@ -763,6 +763,13 @@ def test_long_runs_and_runs_on_cuda_are_compiled_if_there_is_a_compiler(monkeypa
     assert not should_compile(None, cpu, long) and should_compile(None, cuda, long)
     monkeypatch.setenv("CC", str(tmp_path / "none"))
     assert not should_compile(None, cuda, long)
+    for name in ("CXX", "CC"):
+        monkeypatch.setenv(name, sys.executable)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: f"{tmp_path}/{name}")
+    (tmp_path / "include").mkdir()
+    assert not should_compile(None, cpu, long) and not should_compile(None, cuda, long)
+    (tmp_path / "include" / "Python.h").touch()
+    assert should_compile(None, cpu, long) and should_compile(None, cuda, long)
 
 
 # --- sample and eval ---
