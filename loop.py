@@ -91,8 +91,9 @@ def train_(
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
         the global batch, or 0 on a rank that has no data left. Such a rank passes any earlier
         micro-batch, which is not part of the global batch. It gets the weight 0, so its loss and
-        gradient must be finite (0 * inf is NaN), and it changes BatchNorm statistics. All ranks
-        need the same number of steps. Their numbers of micro-batches may differ, also with DDP,
+        gradient must be finite (0 * inf is NaN), and it changes BatchNorm statistics. Parameters
+        that no other micro-batch uses get a gradient of 0 instead of None, so weight decay and
+        momentum change them. All ranks need the same number of steps. Their numbers of micro-batches may differ, also with DDP,
         unless layers of the model communicate, as SyncBatchNorm does.
     loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
     lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group

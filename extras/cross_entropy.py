@@ -41,8 +41,12 @@ def cross_entropy(
         if (x[:0] @ weight.T).dtype != torch.float16:  # the dtype of the logits, with autocast too
             return CrossEntropyInParts.apply(at_once, x, weight, targets, rows)  # type: ignore
         at_once = partial(checkpoint, at_once, use_reentrant=False)
-    parts = zip(x.split(rows), targets.split(rows))
-    return torch.stack([at_once(part, weight, y) for part, y in parts]).sum()
+    kind, parts = x.device.type, zip(x.split(rows), targets.split(rows))
+    # Without the cache, autocast makes a float16 copy of `weight` for each part. So the gradients
+    # of the parts are added up in the dtype of `weight`, and not in float16.
+    on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, dtype, on, cache_enabled=False):
+        return torch.stack([at_once(part, weight, y) for part, y in parts]).sum()
 
 
 class CrossEntropyInParts(torch.autograd.Function):

@@ -175,8 +175,8 @@ def _label(figure: Any, panels: Any, names: Sequence[str]) -> None:
     for panel in panels[2:]:
         panel.set_ylim(bottom=0)
     panels[2].yaxis.set_major_formatter(EngFormatter(sep=""))
-    # A "$" would begin a formula.
-    plain = [name.replace("$", r"\$") for name in names]
+    # A "$" would begin a formula. encode() replaces what is not a character, in names of files.
+    plain = [name.encode(errors="replace").decode().replace("$", r"\$") for name in names]
     keys = [Line2D([], [], label=name, **style) for name, style in zip(plain, styles())]
     figure.legend(handles=keys, loc="outside upper left", handlelength=4)
     line = Line2D([], [], color="0.4", label="training")

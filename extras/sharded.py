@@ -63,6 +63,7 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
         "load": load_any,
         "newest": partial(ckpt.newest, load=load_any),
         "prune": partial(prune, ckpt),
+        "set_aside": partial(set_aside, ckpt),
         "check_shared_folder": check_shared_folder,
     }
     if write_sharded:
@@ -128,6 +129,12 @@ def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
     """Delete the superseded checkpoints, as ckpt.prune does."""
     for entry in ckpt.superseded(ckpt.list_checkpoints(folder), keep):
         remove(ckpt, folder, entry.name)
+
+
+def set_aside(ckpt: ModuleType, folder: str, name: str) -> None:
+    """Add ".damaged" to the name of a checkpoint. An earlier one with that name is deleted."""
+    remove(ckpt, folder, f"{name}.damaged")  # because no folder can replace another one
+    ckpt.set_aside(folder, name)
 
 
 # -------------------------------------------------------------------------------------------- write
@@ -375,6 +382,8 @@ def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
     manifest, tensors = read_manifest(ckpt, path)
     for name, (size, digest) in manifest["files"].items():
         file = path / name
+        if name == ".metadata" and not file.exists():  # `cp folder/*` leaves it out
+            continue
         if not file.is_file() or file.stat().st_size != size or ckpt.sha256(file) != digest:
             raise ValueError(f"damaged: {name} does not have the size and digest in the manifest")
     if not read:

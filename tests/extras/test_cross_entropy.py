@@ -133,6 +133,22 @@ def test_small_gradients_in_float16_are_not_lost_before_the_loss_is_scaled():
     assert (parts - whole).norm() < 4e-3 * whole.norm()
 
 
+def test_gradients_of_many_parts_are_not_accumulated_in_float16():
+    torch.manual_seed(0)
+    x, y = torch.randn(2048, 32, dtype=torch.float16), torch.randint(64, (2048,))
+    weight = torch.randn(64, 32, requires_grad=True)
+    exact = weight.detach().half().double().requires_grad_()
+    gpt.cross_entropy(x.double(), exact, y).backward()
+    errors = []
+    for rows in (2048, 4):
+        weight.grad = None
+        with torch.autocast("cpu", torch.float16):
+            loss = cross_entropy(x, weight, y, max_logits=64 * rows)
+        (256.0 * loss).backward()
+        errors.append((weight.grad / 256 - exact.grad).norm() / exact.grad.norm())
+    assert errors[1] <= errors[0] < 1e-3, errors
+
+
 def test_the_logits_of_parts_are_computed_once():
     x, weight, y = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4), torch.arange(64) % 50
     with FlopCounterMode(display=False) as counter:
