@@ -93,8 +93,9 @@ def train_(
         micro-batch, which is not part of the global batch. It gets the weight 0, so its loss and
         gradient must be finite (0 * inf is NaN), and it changes BatchNorm statistics. Parameters
         that no other micro-batch uses get a gradient of 0 instead of None, so weight decay and
-        momentum change them. All ranks need the same number of steps. Their numbers of micro-batches may differ, also with DDP,
-        unless layers of the model communicate, as SyncBatchNorm does.
+        momentum change them. All ranks need the same number of steps. Their numbers of
+        micro-batches may differ, also with DDP, unless layers of the model communicate, as
+        SyncBatchNorm does.
     loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
     lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
         becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
