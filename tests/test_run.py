@@ -829,10 +829,10 @@ def test_ctrl_c_while_torch_is_imported_ends_the_command(undisturbed, tmp_path, 
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", ""), ran
 
 
-def on_two_ranks(*args: object) -> list[Ran]:
+def on_two_ranks(*args: object, **how: Any) -> list[Ran]:
     port = free_port()
     with ExitStack() as stack:
-        ranks = [Program(*args, env=launch_variables(i, 2, port)) for i in range(2)]
+        ranks = [Program(*args, env=launch_variables(i, 2, port), **how) for i in range(2)]
         return [stack.enter_context(program).finish() for program in ranks]
 
 
@@ -1309,10 +1309,10 @@ import os, runpy, sys, torch
 init, rank = torch.autocast.__init__, os.environ["RANK"]
 torch.cpu._is_avx512_bf16_supported = lambda: rank == "0"
 
-def note_and_init(self, device, dtype, enabled):
+def note_and_init(self, device, dtype, enabled, **more):
     with open(os.path.join({folder!r}, rank), "w") as file:
         file.write(f"{{dtype}} {{enabled}}")
-    init(self, device, dtype, enabled)
+    init(self, device, dtype, enabled, **more)
 
 torch.autocast.__init__ = note_and_init
 sys.path.insert(0, {root!r})
@@ -1321,13 +1321,10 @@ runpy.run_path({root!r} + "/run.py", run_name="__main__")
 
 
 def test_ranks_with_different_processors_compute_in_the_dtype_of_rank_0(text, tmp_path):
-    script, port = tmp_path / "mixed.py", free_port()
+    script = tmp_path / "mixed.py"
     script.write_text(MIXED.format(folder=f"{tmp_path}", root=f"{ROOT}"))
     args = [*TINY, "--data", text, "--steps", 1, "--dtype", "auto", "--out", tmp_path / "out"]
-    with ExitStack() as stack:
-        how = {"launcher": [sys.executable, script]}
-        ranks = [Program(*args, env=launch_variables(i, 2, port), **how) for i in range(2)]
-        ended = [stack.enter_context(program).finish() for program in ranks]
+    ended = on_two_ranks(*args, launcher=[sys.executable, script])
     assert [(ran.code, ran.err) for ran in ended] == [(0, "")] * 2, ended
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["torch.bfloat16 True"] * 2
 
