@@ -4,10 +4,13 @@
 runs it on two ranks that spawn() starts. This file does not import pytest, so that a rank starts sooner.
 """
 
+import builtins
+import importlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -49,9 +52,16 @@ class BadRecord(OSError):
         super().__init__(f"{file}, line {line}")
 
 
-def read_on_rank_1(rank: int) -> None:
+class BadNumber(ValueError):
+    """The same, but a ValueError."""
+
+    def __init__(self, file: str, line: int) -> None:
+        super().__init__(f"{file}, line {line}")
+
+
+def read_on_rank_1(rank: int, error: type[Exception] = BadRecord) -> None:
     if rank == 1:
-        raise BadRecord("file", 7)
+        raise error("file", 7)
 
 
 def fail_on_rank_1_with_an_exit_code() -> None:
@@ -82,6 +92,14 @@ def agree_and_fail(folder: str, failing: str, error: str = "the cause") -> None:
         except OSError as wrong:
             [*_, last] = traceback.extract_tb(wrong.__traceback__)
             text += f", {type(wrong).__name__}({wrong}) in {last.name}"
+        try:
+            ddp_setup.wait_together(partial(read_on_rank_1, world.rank, BadNumber), world)
+        except ValueError as wrong:
+            text += f", {type(wrong).__name__}({wrong})"
+        try:
+            ddp_setup.wait_together(lambda: int(f"of rank {world.rank}"), world)
+        except ValueError as wrong:
+            text += f", {wrong}"
         flags = [
             ddp_setup.any_rank(flag, world)
             for flag in (world.rank == 1, world.rank == 0, True, False)
@@ -216,6 +234,9 @@ def wait_for_one_another(kind: str) -> None:
                 time.sleep(0.05 * world.rank)  # so that rank 0 is nearly always in a collective
                 more.fill_(time.monotonic() < end)
                 dist.all_reduce(more, dist.ReduceOp.MIN, group=group)
+        if kind == "rank 1 is stopped while rank 0 waits" and world.rank == 1:
+            time.sleep(2)  # Half of the timeout, it still stores its line.
+            os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "rank 1 is stopped in a compilation" and world.rank == 1:
             stop = "time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP)"
             run_in(stop, "_dynamo/convert_frame", in_function=True)
@@ -242,6 +263,10 @@ def wait_for_one_another(kind: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
         dist.barrier()  # here the others are
+    if kind == "in a second group with a longer timeout":
+        with ddp_setup.process_group("cpu", timeout=60) as world:
+            time.sleep(9 * world.rank)
+            dist.barrier()
 
 
 def two_groups_one_after_the_other() -> None:
@@ -265,11 +290,15 @@ def exit_inside_the_block(ranks: str, code: str) -> None:
     """The ranks in `ranks` call sys.exit(code) inside the `with` block; the others wait for them."""
     # A stop signal that arrives during the imports of a spawned rank must wait for stop_signals.
     assert ddp_setup.STOP_SIGNALS <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    with ddp_setup.process_group("cpu", timeout=60) as world:
-        dist.barrier()
-        if str(world.rank) in ranks:
-            sys.exit(int(code))
-        dist.barrier()
+    try:
+        with ddp_setup.process_group("cpu", timeout=60) as world:
+            dist.barrier()
+            if str(world.rank) in ranks:
+                sys.exit(int(code))
+            dist.barrier()
+    finally:
+        if str(world.rank) in ranks:  # Only with the code 0 it leaves the group in order.
+            assert dist.is_initialized() == (code != "0")
 
 
 def fail_in_the_second_group(how: str) -> None:
@@ -354,10 +383,13 @@ def train_in_two_parts() -> None:
 
 def replicate_complex_parameters_without_grad() -> None:
     with ddp_setup.process_group("cpu", timeout=60) as world:
-        model = nn.ParameterList([torch.ones(2, dtype=torch.complex64), torch.ones(3)])
+        frozen, zeros = nn.Parameter(torch.ones(1), requires_grad=False), list[list[float]]()
+        model = nn.ParameterList([torch.ones(2, dtype=torch.complex64), torch.ones(3), frozen])
+        model[1].register_hook(lambda gradient: zeros.append(gradient.tolist()))
         with torch.no_grad():
             replica = ddp_setup.replicate(model, world, gradient_as_bucket_view=False)
         assert all(parameter.grad is None for parameter in model)
+        assert zeros == [[0.0] * 3]  # The hooks are called once.
         assert not replica.gradient_as_bucket_view
         # By default, gradients are views of DDP's buckets, which saves the memory of a copy.
         assert ddp_setup.replicate(nn.Linear(1, 1), world).gradient_as_bucket_view
@@ -372,6 +404,34 @@ def average_sparse_gradients() -> None:
         # Each rank has used one row, and DDP averages over both ranks.
         assert torch.equal(gradient[:2], weight.expand(2, 2) / 2)
         assert not gradient[2:].any()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return torch.stack([self.layers[i](x) for i in used]).sum()
+
+
+def average_gradients_of_branches_that_are_not_used() -> None:
+    """All ranks use layer 0, and none uses layer 2. Layer 1 is used by one rank in turn, or by all."""
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+
+        def check(step: int) -> None:
+            users = [step % 2] if "find_unused_parameters" in how else [0, 1]
+            used = [0, 1] if world.rank in users else [0]
+            replica(torch.tensor([[world.rank + 1.0]]), used).backward()
+            found = [p.grad if p.grad is None else p.grad.item() for p in replica.parameters()]
+            replica.zero_grad()
+            # A gradient is the input of a rank, and DDP averages over both ranks.
+            assert found == [1.5, sum(rank + 1.0 for rank in users) / 2, None], (how, found)
+
+        for how in ({"find_unused_parameters": True}, {"static_graph": True}):
+            replica = ddp_setup.replicate(Branches(), world, **how)
+            for step in range(3):
+                check(step)
 
 
 def join_after_rank_0_had_tried_alone() -> None:
@@ -414,6 +474,113 @@ def destroy_the_group_inside_the_block() -> None:
         assert ddp_setup.any_rank(True, world)
         assert sys.platform != "linux" or os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         dist.destroy_process_group()
+
+
+def listen_where_the_other_machines_connect() -> None:
+    """gloo uses the loopback interface if all ranks are on this machine. Settings of the user stay as they are."""
+    names = "GLOO_SOCKET_IFNAME", "TORCH_FR_BUFFER_SIZE"
+
+    def settings(**given: str) -> list[str | None]:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(given)
+        with ddp_setup.process_group("cpu", timeout=60) as world:
+            assert ddp_setup.any_rank(world.rank == 1, world)
+        return [os.environ.get(name) for name in names]
+
+    loopback = "lo" if sys.platform == "linux" else None
+    assert settings() == [loopback, "2000"]
+    if loopback:  # gloo takes a list of interfaces.
+        given = {"GLOO_SOCKET_IFNAME": "lo,lo", "TORCH_FR_BUFFER_SIZE": "500"}
+        assert settings(**given) == ["lo,lo", "500"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")  # each rank on a machine of its own
+    assert settings() == [None, "2000"]
+
+
+def fail_to_connect(*ports: str) -> None:
+    """Each rank uses a port of its own, as if the other had not started. Rank 0 serves the store, rank 1 finds none."""
+    signal.alarm(60)  # It ends a rank that waits longer.
+    rank = int(os.environ["RANK"])
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ["MASTER_PORT"] = ports[rank]
+    try:
+        with ddp_setup.process_group("cpu", timeout=1):
+            raise AssertionError("without the other rank")
+    except ConnectionError as error:
+        address = f"127.0.0.1:{ports[rank]}"
+        assert f"{error}".startswith(f"rank {rank}: not all 2 ranks connected to {address} (")
+
+
+def fail_while_the_store_does_not_answer() -> None:
+    """Rank 1 stops rank 0, which serves the store, and fails. It must end although its requests wait for ever."""
+    try:
+        with ddp_setup.process_group("cpu", timeout=60) as world:
+            rank_0 = ddp_setup.from_rank_zero(os.getpid, world)
+
+            def end_both() -> None:
+                os.kill(rank_0, signal.SIGKILL)
+                os._exit(5)
+
+            watchdog = threading.Timer(40, end_both)
+            if world.rank == 1:
+                watchdog.start()
+                os.kill(rank_0, signal.SIGSTOP)
+                raise RuntimeError("the cause")
+            time.sleep(60)
+    finally:
+        watchdog.cancel()
+        os.kill(rank_0, signal.SIGKILL)
+        time.sleep(
+            1
+        )  # If Python shut down while the threads still wait for the store, it could abort.
+
+
+def end_with_a_parent_that_ended_during_the_import() -> None:
+    """torchrun can be killed while its workers import torch, which takes seconds."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:  # the parent
+        if os.fork() == 0:  # a worker
+            parent, real_import = os.getppid(), builtins.__import__
+
+            def import_(name: str, *args: Any, **more: Any) -> Any:
+                if name == "torch" and os.getppid() == parent:
+                    os.kill(parent, signal.SIGKILL)
+                    while os.getppid() == parent:
+                        time.sleep(0.01)
+                return real_import(name, *args, **more)
+
+            builtins.__import__ = import_
+            del sys.modules["ddp_setup"]
+            os.environ["TORCHELASTIC_RUN_ID"] = "a run"
+            again = importlib.import_module("ddp_setup")
+            os.write(writing, b"imported")
+            with again.process_group("cpu"):
+                os.write(writing, b" and alive")
+                os._exit(0)
+        signal.pause()
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b"imported"
+
+
+def outlive_the_parent() -> None:
+    """A program without a launcher, started with nohup for example, continues when its shell has ended."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:  # the shell
+        shell, (entered, enter) = os.getpid(), os.pipe()
+        if os.fork() == 0:  # the program
+            with ddp_setup.process_group("cpu"):
+                os.write(enter, b"1")
+                while os.getppid() == shell:
+                    time.sleep(0.01)
+                os.write(writing, b"alive")
+                os._exit(0)
+        os.close(enter)
+        os.read(entered, 1)
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b"alive"
 
 
 def fork_after_the_import() -> None:

@@ -14,8 +14,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -44,6 +46,7 @@ HANGING = (  # ranks that spawn() starts
     "in different lines",
     "rank 1 works",
     "rank 1 is stopped in a compilation",
+    "rank 1 is stopped while rank 0 waits",
     "rank 1 is stopped while the group is made",
     "rank 1 does not join the second group",
     "rank 1 imports the compiler",
@@ -58,6 +61,10 @@ HEALTHY = (  # ranks without a launcher, which start sooner
     "rank 0 has left",
     "rank 1 has left",
     "the program has destroyed the group",
+    "in a second group with a longer timeout",
+)
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs /proc and PR_SET_PDEATHSIG of Linux"
 )
 # An error of the program that is like those of gloo when another rank is lost
 LIKE_GLOO = "/data/igloo timed out: Connection reset by peer"
@@ -203,6 +210,16 @@ def test_a_single_process_uses_all_cpus_unless_the_user_has_set_the_number_of_th
             assert torch.get_num_threads() == expected
 
 
+def test_the_ranks_of_a_machine_share_its_cpus_although_torchrun_has_set_one_thread(
+    alone, monkeypatch
+):
+    monkeypatch.setattr(ddp_setup, "available_cpus", lambda: 12)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for local_size, threads in ((2, 6), (5, 2), (24, 1)):
+        ddp_setup._select_device("cpu", ddp_setup.World(0, 0, 48, local_size))
+        assert torch.get_num_threads() == threads
+
+
 def test_a_single_process_has_no_process_group_and_uses_the_same_functions(alone):
     with ddp_setup.process_group("cpu") as world:
         assert world == ddp_setup.World(0, 0, 1, 1, torch.device("cpu"))
@@ -248,6 +265,46 @@ def test_a_rank_that_was_forked_after_the_import_is_not_taken_for_an_orphan():
     run_on_ranks(ranks.fork_after_the_import, 1)
 
 
+def test_a_worker_of_torchrun_ends_if_torchrun_was_killed_during_the_imports():
+    run_on_ranks(ranks.end_with_a_parent_that_ended_during_the_import, 1)
+
+
+def test_without_torchrun_a_process_continues_when_its_parent_has_ended():
+    run_on_ranks(ranks.outlive_the_parent, 1)
+
+
+def test_gloo_listens_on_loopback_only_on_a_single_machine_and_the_user_can_choose():
+    run_on_ranks(ranks.listen_where_the_other_machines_connect, 2)
+
+
+def test_ranks_that_cannot_connect_say_so_within_the_timeout():
+    run_on_ranks(ranks.fail_to_connect, 2, f"{free_port()}", f"{free_port()}")
+
+
+def test_rank_0_gives_up_if_a_rank_from_before_a_restart_does_not_come_back():
+    store = dist.HashStore()
+    store.set("request 1", "a word from before")
+    world = ddp_setup.World(0, 0, 2, 2)
+    rank_0 = ddp_setup._in_thread(lambda: ddp_setup._agree_on_run_id(store, world, 0.1))
+    with pytest.raises(ConnectionError, match=r"no answer from rank 1 \(timed out after 0.1 s\)"):
+        rank_0.result(20)
+
+
+def test_each_start_of_the_ranks_has_a_new_id_although_the_store_keeps_old_words():
+    """In the second start, rank 0 finds the old word of rank 1 and replies to it."""
+    store, ids = dist.HashStore(), list[str]()
+    store.set_timeout(timedelta(seconds=20))
+    for start in range(2):
+        world = ddp_setup.World(0, 0, 2, 2)
+        rank_0 = ddp_setup._in_thread(partial(ddp_setup._agree_on_run_id, store, world, 20))
+        if start:
+            reply = f"reply to {store.get('request 1').decode()}"
+            wait_for(lambda: store.get(reply).decode() != ids[0], "a reply to the old word", 10)
+        ids.append(ddp_setup._agree_on_run_id(store, ddp_setup.World(1, 1, 2, 2), 20))
+        assert rank_0.result(20) == ids[start]
+    assert ids[0] != ids[1]
+
+
 def test_ranks_that_torchrun_has_started_again_meet_although_only_rank_0_had_tried_to_join_before():
     run_on_ranks(ranks.join_after_rank_0_had_tried_alone, 2)
 
@@ -258,6 +315,10 @@ def test_a_replica_may_have_complex_parameters_and_be_made_without_grad():
 
 def test_a_replica_may_have_sparse_embeddings():
     run_on_ranks(ranks.average_sparse_gradients, 2)
+
+
+def test_a_replica_may_have_branches_that_are_not_used():
+    run_on_ranks(ranks.average_gradients_of_branches_that_are_not_used, 2)
 
 
 def test_without_a_device_the_best_one_is_used(alone):
@@ -278,13 +339,15 @@ def test_a_forked_child_can_be_terminated():
     run_on_ranks(ranks.terminate_a_forked_child, 1)
 
 
-@pytest.mark.parametrize("number", sorted(ddp_setup.STOP_SIGNALS))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_stop_signal_is_noticed_and_its_handler_is_restored(number):
+    assert number in ddp_setup.STOP_SIGNALS
     before = signal.getsignal(number)
-    with ddp_setup.stop_signals() as stop_requested:
+    with pytest.raises(KeyError), ddp_setup.stop_signals() as stop_requested:
         assert not stop_requested()
         os.kill(os.getpid(), number)
         wait_for(stop_requested, "the signal", 10)
+        raise KeyError  # as if an error had ended the block
     assert signal.getsignal(number) == before
 
 
@@ -356,6 +419,7 @@ def test_a_blocked_signal_is_not_lost_and_a_second_sigint_ends_the_process():
     ) as process:
         try:
             assert process.stdout.readline() == b"noticed\n"
+            process.send_signal(signal.SIGTERM)  # It is the second SIGTERM.
             process.send_signal(signal.SIGINT)
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(1)  # After the first SIGINT, the program has time to save.
@@ -496,6 +560,7 @@ def runs(tmp_path_factory):
         ahead(
             4,
             longer=spawned("work_longer_than_the_timeout", writes=True),
+            no_reply=partial(without_launcher, "fail_while_the_store_does_not_answer"),
             stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
             **{kind: spawned("wait_for_one_another", kind) for kind in HANGING},
             **{kind: partial(without_launcher, "wait_for_one_another", kind) for kind in HEALTHY},
@@ -522,7 +587,10 @@ def test_ranks_agree_under_each_launcher(runs, launcher):
             "OSError(file, line 7) in wait_together",
             "BadRecord(file, line 7) in read_on_rank_1",
         ]
-        assert text == f"{wrong}, {own[rank]}"  # the errors of rank 0, 0 and 1
+        number = ["ValueError(file, line 7)", "BadNumber(file, line 7)"]
+        last = "invalid literal for int() with base 10: 'of rank 0'"
+        # the errors of rank 0, 0, 1, 1, and 0 (where both fail)
+        assert text == f"{wrong}, {own[rank]}, {number[rank]}, {last}"
         assert flags == [True, True, True, False]
         assert calls == ([] if rank else ["made", "failed"])
         weights.append(weight)
@@ -557,6 +625,64 @@ def test_when_rank_0_fails_and_its_store_is_gone_rank_1_can_only_name_rank_0(run
     assert consequence in ([], ["rank 1: no answer from rank 0 (connection lost)"])
 
 
+@linux
+def test_an_error_is_reported_although_the_store_does_not_answer(runs):
+    ended = runs("no_reply")
+    assert (ended.codes, ended.lines()) == ([-signal.SIGKILL, 1], ["rank 1: the cause"])
+
+
+BY_GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/buffer.cc:81] Timed out waiting 4000ms"
+
+
+@pytest.mark.parametrize(
+    "error, failed, expected",
+    [
+        (RuntimeError(BY_GLOO), "02", "no answer from rank 1 or 3 (connection lost)"),
+        (RuntimeError(BY_GLOO), "012", "no answer from rank 3 (connection lost)"),
+        (RuntimeError(LATE), "012", "no answer from rank 3 (timed out)"),
+        (
+            RuntimeError("Application timeout caused pair closure"),
+            "012",
+            "no answer from rank 3 (timed out)",
+        ),
+        (dist.DistBackendError("NCCL error"), "012", "no answer from rank 3 (connection lost)"),
+        (RuntimeError(BY_GLOO), "0123", ""),  # All have failed, so no rank was lost.
+        (dist.DistBackendError("wrong sizes"), "0123", ""),
+        (RuntimeError(LIKE_GLOO), "0", None),
+        (NotImplementedError(BY_GLOO), "0", None),  # gloo raises a bare RuntimeError.
+    ],
+    ids=lambda value: None if isinstance(value, Exception) else f"{value}"[:28],
+)
+def test_an_error_of_a_lost_connection_is_replaced_by_one_that_names_the_lost_ranks(
+    error, failed, expected, monkeypatch
+):
+    """Before that, the rank waits, so that the rank that failed first can report."""
+    store, slept = dist.HashStore(), []
+    monkeypatch.setattr(ddp_setup, "time", SimpleNamespace(sleep=slept.append))
+    for rank in failed.replace("0", ""):
+        store.set(f"failed {rank}", "")
+    try:
+        ddp_setup._choose_reporter(error, ddp_setup.World(0, 0, 4, 4), store)
+        raised = None
+    except ConnectionError as replacement:
+        raised = f"{replacement}"
+        assert replacement.__cause__ is error
+    assert raised == (expected or None) and bool(slept) == (expected is not None)
+    assert store.check(["failed 0"]) and store.add("reported", 0) == 1
+
+
+@pytest.mark.parametrize("code", [None, 7])
+def test_a_rank_whose_error_another_rank_reports_exits_with_the_code_of_its_own_error(code):
+    store, error = dist.HashStore(), ValueError("a wrong flag")
+    store.add("reported", 1)
+    if code:
+        error.exit_code = code
+    with pytest.raises(SystemExit) as caught:
+        ddp_setup._choose_reporter(error, ddp_setup.World(0, 0, 2, 2), store)
+    assert caught.value.code == (code or 1)
+
+
 def test_a_rank_that_does_not_answer_is_named_after_the_timeout(runs):
     ended = runs("stopped")
     line = line_of("if world.rank == 1:\n            os.kill(os.getpid(), int(number))", 2)
@@ -584,8 +710,11 @@ def test_ranks_that_wait_for_one_another_are_named_with_their_lines(runs):
     assert f": rank 0 at {waits} < {calls}, rank 1 at {sleeps} < {calls}\n" in ended.errors
 
 
-def test_a_rank_that_was_stopped_in_a_compilation_does_not_keep_the_others_waiting(runs):
-    ended = runs("rank 1 is stopped in a compilation")
+@pytest.mark.parametrize(
+    "run", ["rank 1 is stopped in a compilation", "rank 1 is stopped while rank 0 waits"]
+)
+def test_a_rank_that_was_stopped_does_not_keep_the_others_waiting(runs, run):
+    ended = runs(run)
     waits = line_of("dist.barrier()  # here the others")
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
@@ -663,6 +792,39 @@ def test_pythons_import_system_does_not_count_as_the_program():
     assert lines.split(" < ")[0] == f"{Path(__file__).name}:{here}"
 
 
+def test_the_innermost_three_lines_of_a_program_are_shown_and_without_any_a_library():
+    def inspect(calls: int) -> str:
+        if calls:
+            return inspect(calls - 1)
+        return ddp_setup._inspect_threads(threading.get_ident())[0]
+
+    assert re.fullmatch(r"(test_ddp_setup\.py:\d+( < )?){3}", inspect(5))
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert ddp_setup._inspect_threads(thread.ident) == ("a library", False)
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_a_compilation_in_any_thread_counts():
+    """In a backward pass, torch compiles in a thread of autograd."""
+    begun, end, main = threading.Event(), threading.Event(), threading.get_ident()
+    names = {"begun": begun, "end": end}
+    source = "def compile_fx():\n    begun.set()\n    end.wait()"
+    exec(compile(source, "/torch/_inductor/compile_fx.py", "exec"), names)
+    thread = threading.Thread(target=names["compile_fx"])
+    thread.start()
+    try:
+        assert begun.wait(60) and ddp_setup._inspect_threads(main)[1]
+    finally:
+        end.set()
+        thread.join()
+    assert not ddp_setup._inspect_threads(main)[1]
+
+
 def test_a_rank_that_works_while_another_waits_for_it_is_named_with_a_line_of_its_work(runs):
     ended = runs("rank 1 works")
     waits, works = line_of("dist.barrier()  # here the others"), line_of("# here rank 1 works", -2)
@@ -715,6 +877,34 @@ def test_a_rank_that_hangs_after_another_has_ended_is_killed_and_named(runs):
     assert ended.codes == [1] and ended.lines() == [
         "spawn: rank 1 had not ended 3 s after another rank"
     ]
+
+
+@pytest.mark.parametrize(
+    "codes, reported, expected",
+    [
+        ([0, 0], False, 0),
+        ([3, 3], False, 3),
+        ([0, 5, 3], False, "rank 1 ended with exit code 5"),
+        ([0, 5, 3], True, 5),
+        ([-9], False, "rank 0 was killed by SIGKILL"),
+        ([-9, -9], False, "rank 0 was killed by SIGKILL"),
+        ([-15, 1], True, 1),  # The rank that was killed ended first.
+        ([0, 130], False, 130),
+        ([5, 130], False, "rank 0 ended with exit code 5"),
+    ],
+    ids=str,
+)
+def test_the_exit_codes_of_the_ranks_and_whether_one_has_reported_decide_the_result_of_spawn(
+    codes, reported, expected
+):
+    ended, store = [SimpleNamespace(exitcode=code) for code in codes], dist.HashStore()
+    if reported:
+        store.add("0/group 0/reported", 1)
+    try:
+        result = ddp_setup._wait_for_ranks(ended, lambda: False, 60, store)
+    except ChildProcessError as error:
+        result = f"{error}"
+    assert result == expected
 
 
 def test_sys_exit_of_one_rank_with_a_code_is_named_once(runs):
@@ -823,11 +1013,6 @@ def listening(pids: set[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addr
                 )
                 found.append(getattr(address, "ipv4_mapped", None) or address)
     return found
-
-
-linux = pytest.mark.skipif(
-    sys.platform != "linux", reason="needs /proc and PR_SET_PDEATHSIG of Linux"
-)
 
 
 @linux

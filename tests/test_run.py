@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from fcntl import ioctl
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,7 @@ def fifty(text: Path) -> list[object]:
     Step 31 is the last of an epoch and has 2 rows, so one of 3 ranks has none.
     """
     model = ["--batch-size", 10, "--optimizer", "adamw", "--dropout", 0, "--steps", 50]
+    model += ["--min-lr", 0.0006]
     return [*TINY, "--data", text, *model, "--log-every", 1, "--eval-every", 25]
 
 
@@ -94,7 +96,7 @@ def done(text, undisturbed, tmp_path_factory):
 
     def rerun() -> tuple[Ran, Path]:
         shutil.copytree(undisturbed(1), folder / "rerun")
-        return run("--out", folder / "rerun"), folder / "rerun"
+        return run("--out", folder / "rerun", "--spawn", 2), folder / "rerun"
 
     train("alone", *fifty(text))
     for name, (more, launcher) in LAUNCHES.items():
@@ -106,7 +108,9 @@ def done(text, undisturbed, tmp_path_factory):
     for dtype, arch in HALVES.items():
         train(dtype, *data, "--steps", 30, "--dtype", dtype, "--arch", arch)
     largest = ["--seed", 2**63 - 1]
-    train("no validation", *MODEL, *largest, "--batch-size", 8, "--data", text, "--val-fraction", 0)
+    # One process writes a whole checkpoint.
+    largest += ["--val-fraction", 0, "--checkpoint", "sharded"]
+    train("no validation", *MODEL, *largest, "--batch-size", 8, "--data", text)
     train("diverging", *data, "--lr", 1e7, "--clip", 0, "--save-every", 2, "--steps", 20)
     greedy = ["sample", "--prompt", "the ", "--temperature", 0]
     ask("greedy", *greedy, "--max-new-tokens", 30)
@@ -146,6 +150,7 @@ def test_losses_and_weights_do_not_depend_on_launcher_ranks_and_accum(done, laun
     assert_close(state(folder)["model"], state(alone)["model"])
     assert list(evaluations(folder)) == [25, 50]
     assert evaluations(folder) == pytest.approx(evaluations(alone), rel=1e-6)  # promise 4
+    assert ckpt.list_checkpoints(f"{folder}")[-1].loss == round(evaluations(folder)[50], 4)
 
 
 def test_only_rank_0_prints(done):
@@ -207,19 +212,22 @@ def test_resume_with_another_number_of_ranks_keeps_the_order_of_the_data(done, t
 
 
 def test_a_finished_run_continues_with_more_epochs(text, tmp_path):
-    first = run(*TINY, "--data", text, "--out", tmp_path, "--epochs", 1)
+    flags = [*TINY, "--data", text, "--out", tmp_path, "--eval-every", 15]
+    first = run(*flags, "--epochs", 1)
     assert first.code == 0 and "Done: 38 steps" in first.out, first
 
     on = run("--out", tmp_path, "--epochs", 2)
     assert (
         on.code == 0 and f"steps 39 to 76 (set by --epochs), in {tmp_path}\nstep 40/76 " in on.out
     ), on
-    assert [step for step, _ in losses(tmp_path)] == [10, 20, 30, 38, 40, 50, 60, 70, 76]
+    # Steps with an evaluation have a line too.
+    expected = [10, 15, 20, 30, 38, 40, 45, 50, 60, 70, 75, 76]
+    assert [step for step, _ in losses(tmp_path)] == expected
 
 
 def test_a_finished_run_says_how_to_continue_and_writes_nothing(done, undisturbed):
     ran, out = done("rerun")
-    assert ran.code == 0 and ran.err == "", ran
+    assert ran.code == 0 and ran.err == "" and ran.out.count("The run in") == 1, ran
     text = " ".join(ran.out.split())
     assert re.fullmatch(
         r"The run in .* is finished: 100 steps. .* higher --steps; .* another --out\.",
@@ -263,12 +271,15 @@ def test_threads_of_openmp_wait_only_for_a_moment_unless_the_user_says_otherwise
 
 
 def test_the_thread_that_saves_starts_no_threads_of_openmp(text, tmp_path):
-    """With more threads than CPUs, OpenMP waits in another way, and training is slower."""
+    """With more threads than CPUs, OpenMP waits in another way, and training is slower.
+
+    Python collects garbage during the training, but not during the imports.
+    """
     code = (
-        "import atexit, sys, torch, ckpt, run\n"
+        "import atexit, gc, sys, torch, ckpt, run\n"
         "save = ckpt.save\n"
         "def save_and_count(*args):\n"
-        "    print('save', torch.get_num_threads(), flush=True)\n"
+        "    print('save', torch.get_num_threads(), gc.isenabled(), flush=True)\n"
         "    return save(*args)\n"
         "ckpt.save = save_and_count\n"
         "atexit.register(lambda: print('train', torch.get_num_threads(), flush=True))\n"
@@ -283,7 +294,7 @@ def test_the_thread_that_saves_starts_no_threads_of_openmp(text, tmp_path):
         text=True,
     )
     lines = [line for line in ran.stdout.splitlines() if line.startswith(("save ", "train "))]
-    assert lines == ["save 1", "save 1", "train 2"], ran
+    assert lines == ["save 1 True", "save 1 True", "train 2"], ran
 
 
 def test_a_resumed_run_keeps_as_many_checkpoints_as_before(text, tmp_path):
@@ -297,6 +308,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_steps_are_trained_again(undis
     out = shutil.copytree(undisturbed(1), tmp_path / "out")
     good, damaged = checkpoints(out)[-2:]
     damaged.write_bytes(damaged.read_bytes()[:-1])
+    ran = run("sample", "--out", out, "--max-new-tokens", 1)
+    assert ran.code == 0 and ran.err.startswith(f"Warning: {damaged.name}: damaged"), ran
+    assert ran.err.endswith(f"; using {out}/{good.name}\n") and ran.err.count("\n") == 1, ran
     ran = run("--out", out, "--log-every", 1)
     first = int(good.name[5:13]) + 1
     assert ran.code == 0 and f"steps {first} to 100" in ran.out, ran
@@ -333,6 +347,26 @@ def test_a_checkpoint_does_not_say_where_a_resumed_run_writes():
     assert (flags.out, flags.lr) == ("out", 0.5)
 
 
+PINNED = """tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer
+    init_from eval_tokens"""
+NOT_SAVED = """spawn strategy device compile timeout out log_every accum checkpoint
+    checkpoint_activations"""
+
+
+@pytest.mark.parametrize("name", vars(program_module.Flags()))
+def test_a_resumed_run_keeps_its_flags_unless_others_are_given_and_some_cannot_be_changed(name):
+    """Those in PINNED define the model, the optimizers' state, the order of the data and the validation loss."""
+    flags, saved = program_module.Flags(), {"name": "x", "step": 1, "config": {name: "saved"}}
+    merged = program_module.merge_saved_flags(flags, set(), saved)
+    own = name in NOT_SAVED.split()
+    assert merged == (flags if own else replace(flags, **{name: "saved"}))
+    if name in PINNED.split():
+        with pytest.raises(ValueError, match="contradicts x, made with .* saved; leave it out, or"):
+            program_module.merge_saved_flags(flags, {name}, saved)
+    else:
+        assert program_module.merge_saved_flags(flags, {name}, saved) == flags
+
+
 @pytest.mark.parametrize("dtype, other", [("bfloat16", "float16"), ("float16", "float32")])
 def test_a_run_can_be_resumed_in_another_dtype(done, tmp_path, dtype, other):
     shutil.copytree(done(dtype)[1], tmp_path / "out")
@@ -356,6 +390,7 @@ def test_a_resumed_run_continues_with_the_scale_of_float16(done, tmp_path):
 def test_lines_that_a_crash_garbled_in_the_metrics_are_dropped(undisturbed, tmp_path):
     out = shutil.copytree(undisturbed(1), tmp_path / "out")
     checkpoints(out)[-1].unlink()
+    (out / "config.json").unlink()  # It is written again.
     garbled = b'{"step": 3, "lo\n{"step": 5, "lo{"step": 6, "loss": 1.0}\n\x00\x00\xff\n'
     garbled += b'[1]\n{"loss": 1}\n"step"\n{"step": "x"}\n{"step": 4, "loss": 1.0'
     with open(out / "metrics.jsonl", "ab") as file:
@@ -437,7 +472,8 @@ def test_a_stop_signal_in_a_step_with_a_loss_that_is_not_finite_saves_the_good_w
     text, tmp_path
 ):
     (tmp_path / "program.py").write_text(STOP_IN_A_BAD_STEP)
-    flags = [*TINY, "--data", text, "--save-every", 11, "--log-every", 1]
+    # The last step has a line, although it is not one of every 100.
+    flags = [*TINY, "--data", text, "--save-every", 11, "--log-every", 100]
     launcher = [sys.executable, str(tmp_path / "program.py")]
     ran = run(*flags, "--out", tmp_path / "out", launcher=launcher)
     assert ran.code == 3 and "Traceback" not in ran.err, ran
@@ -447,6 +483,33 @@ def test_a_stop_signal_in_a_step_with_a_loss_that_is_not_finite_saves_the_good_w
     assert all(value.isfinite().all() for value in after["model"].values())
     last = metrics(tmp_path / "out")[-1]
     assert (last["loss"], last["skipped"]) == (None, after["step"] - 11)
+
+
+STOP_IN_AN_EVALUATION = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import gpt, run
+
+loss = gpt.loss
+
+def wrapper(model, batch):
+    if not model.training:
+        print("batch", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return loss(model, batch)
+
+gpt.loss, run.EVAL_BATCH = wrapper, 64
+run.main()
+"""
+
+
+def test_a_stop_signal_in_an_evaluation_ends_it_and_saves(text, tmp_path):
+    (tmp_path / "program.py").write_text(STOP_IN_AN_EVALUATION)
+    launcher, out = [sys.executable, str(tmp_path / "program.py")], tmp_path / "out"
+    ran = run(*TINY, "--data", text, "--eval-every", 3, "--out", out, launcher=launcher)
+    assert ran.code == 3 and "Stopped as asked after step 3 of" in ran.out, ran
+    assert ran.out.count("batch\n") <= 2, ran  # of 9; after the signal, one more can begin
+    assert evaluations(out) == {} and state(out)["step"] == 3
 
 
 # --- data ---
@@ -465,6 +528,7 @@ def test_bytes_can_be_trained_on_sampled_and_evaluated(tmp_path):
     assert three.out == f"{'-' * 20}\n".join([ran.out] * 3), three
     three = run("sample", "--out", out, "--num-samples", 3, "--seed", 1)
     assert three.code == 0 and len(set(three.out.split("-" * 20))) == 3, three
+    text.write_text("東京, café. " * 150)  # other data than that of the training
     ran = run("eval", "--out", out, "--data", text)
     assert ran.code == 0 and f"over {len(text.read_bytes()) - 1:,} tokens" in ran.out
 
@@ -483,6 +547,7 @@ def test_token_ids_can_be_trained_on_sampled_and_evaluated(tmp_path):
     ran = run("sample", "--out", out, "--prompt", "1 2 3 ", *greedy)
     assert ran.code == 0, ran
     assert ran.out == "1 2 3 4 5 6 0 \n"
+    assert run("sample", "--out", out, *greedy).out == "0 1 2 3 4 \n"  # without a prompt
     assert_one_line(run("sample", "--out", out, "--prompt", "64"), "--prompt '64'", "below 64")
     assert_one_line(run("sample", "--out", out, "--prompt", "the"), "'the' is not a token id")
 
@@ -561,6 +626,31 @@ def test_one_validation_token_is_no_validation_data(text, tmp_path):
     assert_one_line(run("eval", "--out", tmp_path, "--data", tmp_path / "one"), "--data")
 
 
+def test_a_context_that_is_longer_than_a_batch_of_an_evaluation_can_be_evaluated(tmp_path):
+    (tmp_path / "long.txt").write_text("a context " * 12_000)
+    sizes = {"val_fraction": 0.5, "eval_tokens": 0, "block_size": 2 * program_module.EVAL_BATCH}
+    flags = program_module.Flags(data=f"{tmp_path}/long.txt", **sizes)
+    plan = program_module.load_data(flags, set(), {}, ddp_setup.World(0, 0, 1, 1))[2]
+    batches = [x.shape for x, _ in chardata.every_window(plan)]
+    assert batches == [(1, 16384)] * 3 + [(1, 59_999 - 3 * 16384)]
+
+
+def test_the_line_of_a_step_has_the_values_of_its_record():
+    record = dict(step=7, epoch=1.234, loss=2.34567, lr=0.00123, tokens_per_s=12345.6)
+    assert program_module.format_record(record, 100, 75.4) == (
+        "step 7/100  epoch 1.23  loss 2.3457  lr 1.2e-03  12,346 tokens/s  eta 0:01:15"
+    )
+
+
+def test_the_seconds_that_are_left_follow_from_the_tokens_that_are_left_and_the_rate(done):
+    ran, out = done("alone")
+    steps = [line for line in metrics(out) if "loss" in line]
+    shown = re.findall(r"^step .* eta (\d+):(\d\d):(\d\d)$", ran.out, re.MULTILINE)
+    seconds = [3600 * int(hours) + 60 * int(m) + int(s) for hours, m, s in shown]
+    left = [(steps[-1]["tokens"] - line["tokens"]) / line["tokens_per_s"] for line in steps]
+    assert seconds == pytest.approx(left, abs=0.6)
+
+
 def test_a_very_long_run_has_a_line_for_each_step():
     record = dict(step=1, epoch=0.0, loss=3.0, lr=0.1, tokens_per_s=1.0)
     assert program_module.format_record(record, 10**17, 1e17).startswith("step 1/1")
@@ -587,6 +677,7 @@ def test_metrics_have_a_line_with_the_documented_keys_for_each_step_and_evaluati
     assert [line["step"] for line in evaluated] == [25, 50]
     unknown = {key for line in lines for key, value in line.items() if value is None}
     assert unknown == (set() if EXTRAS else {"mfu"})  # extras/machine.py knows the peak rate
+    assert all(line["mfu"] is None or 0 <= line["mfu"] < 1 for line in steps)
     assert {line["skipped"] for line in steps} == {0}
     times = [line["time"] for line in lines]
     assert times == sorted(times) and times[-1] <= time.time() < times[0] + 3600
@@ -605,7 +696,9 @@ def test_an_epoch_ends_with_its_short_batch(done):
 
 def test_the_learning_rate_warms_up_and_decays_to_the_end(done):
     rates = [line["lr"] for line in metrics(done("alone")[1]) if "lr" in line]
-    expected = [0.003 * min((step + 1) / 20, 1 - max(0, step - 20) / 30) for step in range(50)]
+    # The decay goes from 0.003 down to 0.0006.
+    factors = [min((step + 1) / 20, 1 - 0.8 * max(0, step - 20) / 30) for step in range(50)]
+    expected = [0.003 * factor for factor in factors]
     assert rates == pytest.approx(expected, rel=1e-12)
 
 
@@ -671,7 +764,7 @@ def diverging(model, batch):
     loss_sum, tokens = loss(model, batch)
     if (call := next(calls)) > 7:
         print("call", call)  # not flushed
-    return loss_sum * (float("nan") if call > 7 else 1), tokens
+    return loss_sum * (BAD if call > 7 else 1), tokens
 
 def slow(*args, **more):
     time.sleep(2)  # longer than the steps 8 to 12
@@ -683,28 +776,87 @@ run.main()
 """
 
 
-def test_a_run_that_diverges_first_completes_the_save_that_is_running(text, tmp_path):
-    (tmp_path / "program.py").write_text(SAVE_SLOWLY_AND_DIVERGE)
+@pytest.mark.parametrize(
+    "bad, last, error",
+    [
+        ("float('nan')", 12, "not finite 5 times in a row, up to step 12"),
+        ("1 / 0", 8, "Error on rank 0: ZeroDivisionError"),
+    ],
+    ids=["diverges", "fails"],
+)
+def test_a_run_that_diverges_or_fails_first_completes_the_save_that_is_running(
+    text, tmp_path, bad, last, error
+):
+    (tmp_path / "program.py").write_text(SAVE_SLOWLY_AND_DIVERGE.replace("BAD", bad))
     launcher = [sys.executable, str(tmp_path / "program.py")]
     flags = [*TINY, "--data", text, "--save-every", 7, "--out", tmp_path / "out"]
     ran = run(*flags, launcher=launcher)
-    assert ran.code == 1 and "not finite 5 times in a row, up to step 12" in ran.err, ran
+    assert ran.code == 1 and error in ran.err, ran
     assert state(tmp_path / "out")["step"] == 7
-    assert ran.out.endswith("call 12\nregistered with atexit\n")
+    assert ran.out.endswith(f"call {last}\nregistered with atexit\n")
+
+
+FAIL_TO_SAVE = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import ckpt, run
+
+def fail(*args):
+    FAIL
+
+ckpt.save = fail
+run.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "fail, warning",
+    [
+        (
+            "raise OSError('no space')",
+            "checkpoint not written: no space; the checkpoints before it are untouched",
+        ),
+        (
+            "time.sleep(60)",
+            "a save takes longer than --timeout; until it ends, nothing else is saved",
+        ),
+    ],
+    ids=["fails", "hangs"],
+)
+def test_a_run_whose_last_save_fails_or_hangs_says_so_and_has_another_exit_code(
+    text, tmp_path, fail, warning
+):
+    (tmp_path / "program.py").write_text(FAIL_TO_SAVE.replace("FAIL", fail))
+    launcher = [sys.executable, str(tmp_path / "program.py")]
+    flags = [*TINY, "--data", text, "--steps", 2, "--timeout", 1, "--out", tmp_path / "out"]
+    ran = run(*flags, launcher=launcher)
+    assert ran.code == 1 and "Done" not in ran.out, ran
+    error = "Error: the checkpoint of step 2 was not written"
+    assert ran.err == f"Warning: {warning}\n{error}\n", ran
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_matrices_and_embeddings_are_decayed_but_not_biases_and_norms(optimizer):
     model = gpt.build(gpt.Config(5, 4, 2, 2, 8, arch="gpt2"), seed=0)
-    flags = program_module.Flags(optimizer=optimizer, weight_decay=0.3)
+    rates = {"lr": 0.5, "embedding_lr": 3.0, "momentum": 0.7}
+    flags = program_module.Flags(optimizer=optimizer, weight_decay=0.3, **rates)
+    optimizers = program_module.make_optimizers(model, flags, one_machine=True)
     decays = {
         parameter: group["weight_decay"]
-        for each in program_module.make_optimizers(model, flags, one_machine=True)
+        for each in optimizers
         for group in each.param_groups
         for parameter in group["params"]
     }
     expected = {parameter: 0.3 * (parameter.ndim > 1) for parameter in model.parameters()}
     assert decays == expected
+    groups = [group for each in optimizers for group in each.param_groups]
+    if optimizer == "adamw":
+        assert {group["lr"] for group in groups} == {0.5}
+    else:  # The embeddings have another rate than the matrices of the blocks.
+        *groups, matrices = groups
+        assert {group["lr"] for group in groups} == {1.5}
+        settings = {"lr": 0.5, "momentum": 0.7, "adjust_lr_fn": "match_rms_adamw"}
+        assert {name: matrices[name] for name in settings} == settings
 
 
 def test_the_model_of_a_training_has_the_cross_entropy_of_the_extra(monkeypatch):
@@ -829,6 +981,45 @@ def test_ctrl_c_while_torch_is_imported_ends_the_command(undisturbed, tmp_path, 
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", ""), ran
 
 
+def test_a_training_that_is_stopped_while_torch_is_imported_saves_after_its_first_step(
+    text, tmp_path
+):
+    program = INTERRUPT_AN_IMPORT.replace("SIGINT", "SIGTERM")
+    (tmp_path / "program.py").write_text(program)
+    flags = [*TINY, "--data", text, "--out", tmp_path / "out"]
+    args = [sys.executable, tmp_path / "program.py", *map(str, flags)]
+    ran = subprocess.run(args, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 3 and "Stopped as asked after step 1 of" in ran.stdout, ran
+    assert state(tmp_path / "out")["step"] == 1
+
+
+CHANGE_THE_DATA = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import gpt, run
+
+loss = gpt.loss
+
+def wrapper(model, batch):
+    with open(sys.argv[-1], "ab") as file:
+        file.write(b"more")
+    return loss(model, batch)
+
+gpt.loss = wrapper
+run.main()
+"""
+
+
+def test_eval_of_data_that_changes_meanwhile_prints_no_loss(tmp_path):
+    data, out = tmp_path / "ids.bin", tmp_path / "out"
+    data.write_bytes((np.arange(3000, dtype=np.uint16) % 7).tobytes())
+    assert run(*TINY, "--data", data, "--out", out, "--steps", 1).code == 0
+    (tmp_path / "program.py").write_text(CHANGE_THE_DATA)
+    launcher = [sys.executable, str(tmp_path / "program.py")]
+    ran = run("eval", "--out", out, "--data", data, launcher=launcher)
+    assert_one_line(ran, "ids.bin: was changed")
+
+
 def on_two_ranks(*args: object, **how: Any) -> list[Ran]:
     port = free_port()
     with ExitStack() as stack:
@@ -836,8 +1027,9 @@ def on_two_ranks(*args: object, **how: Any) -> list[Ran]:
         return [stack.enter_context(program).finish() for program in ranks]
 
 
-def test_of_several_ranks_only_rank_0_prints_a_sample(undisturbed):
-    ask = ["sample", "--out", undisturbed(1), "--seed", 1, "--max-new-tokens", 20]
+@pytest.mark.parametrize("ask", [["sample", "--seed", 1, "--max-new-tokens", 20], ["eval"]])
+def test_of_several_ranks_only_rank_0_prints_a_sample_or_a_loss(undisturbed, ask):
+    ask = [*ask, "--out", undisturbed(1)]
     ended = on_two_ranks(*ask)
     assert [ran.code for ran in ended] == [0, 0], ended
     assert [ran.out for ran in ended] == [run(*ask).out, ""] and len(ended[0].out) > 20, ended
@@ -923,6 +1115,13 @@ def test_a_warning_of_a_module_is_one_line():
     code = "import run, warnings; run.cli.main = lambda **_: warnings.warn('a text'); run.main()"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "Warning: a text\n")
+
+
+def test_a_fatal_signal_prints_where_the_program_is():
+    code = "import os, run\ndef main(**_): os.abort()\nrun.cli.main = main; run.main()"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == -signal.SIGABRT and "Fatal Python error: Aborted" in ran.stderr, ran
+    assert re.search('File "<string>", line 2 in main\n.*File ".*run.py", line', ran.stderr), ran
 
 
 @pytest.mark.parametrize("stream", ["1", "2"])
@@ -1063,11 +1262,12 @@ def test_spawn_without_a_number_starts_a_process_per_gpu_or_per_cpu_core(device,
     script = (
         "import torch, ddp_setup, run\n"
         "torch.cuda.device_count = lambda: 77\n"
-        "ddp_setup.spawn = lambda main, size, *args, timeout: print(size)\n"
-        f"run.cli.main(['--spawn', '--device', '{device}'], standalone_mode=False)"
+        "ddp_setup.spawn = lambda main, size, *args, timeout: print(size, timeout)\n"
+        "flags = ['--spawn', '--timeout', '5', '--device']\n"
+        f"run.cli.main([*flags, '{device}'], standalone_mode=False)"
     )
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert ran.stdout == f"{count}\n", ran
+    assert ran.stdout == f"{count} 5.0\n", ran
 
 
 def test_a_module_that_is_missing_is_named_in_one_line(tmp_path):
@@ -1106,6 +1306,11 @@ def file(name: str, content: bytes) -> Callable[[Place], Path]:
 def folder(place: Place) -> Path:
     (place.folder / "texts").mkdir()
     return place.folder / "texts"
+
+
+def of_another_script(place: Place) -> Path:
+    ckpt.save(f"{place.folder / 'out'}", {"model": {"weight": torch.zeros(2)}, "step": 1}, 1)
+    return place.folder / "out"
 
 
 def trained(place: Place) -> Path:
@@ -1161,6 +1366,8 @@ def of_another_program(name: str, place: Place) -> Path:
 
 
 LATIN = file("latin.txt", b"caf\xe9 " * 999)
+IDS = file("ids.bin", bytes(range(16)) * 99)
+SHAPE = ["step-00000001-", "head.weight", "(18, 32)"]
 CUDA = ["'cuda'", "cpu"]
 OTHER_DATA = ["/a.txt", "another --out"]
 CASES = {
@@ -1208,8 +1415,16 @@ CASES = {
     "other data": Case(["--data", file("a.txt", b"the model " * 99)], OTHER_DATA, out=trained),
     "other characters": Case(["--data", "README.md"], ["README.md", "'#'", "18"], out=trained),
     "file for a folder": Case([], ["--out", "/out"], out=file("out", b"")),
-    "checkpoint of another shape": Case(
-        [], ["step-00000001-", "head.weight", "(18, 32)"], out=with_another_shape
+    "checkpoint of another shape": Case([], SHAPE, out=with_another_shape),
+    "sample of another shape": Case([], SHAPE, command="sample", out=with_another_shape),
+    "checkpoint of another script": Case(
+        [], ["step-00000001-", "not written by this program"], out=of_another_script
+    ),
+    "ids for a model of characters": Case(
+        ["--data", IDS], ["ids.bin", "of kind ids; the model needs char"], "eval", out=trained
+    ),
+    "empty prompt": Case(
+        ["--prompt", ""], ["--prompt ''", "at least one token"], "sample", out=trained
     ),
     "checkpoint with code": Case([], ["step-00000005-"], out=partial(with_code, torch.save)),
     "pickle with code": Case(
@@ -1274,11 +1489,63 @@ def refused(done, text, tmp_path_factory):
 def test_bad_input_gives_one_line_and_writes_nothing(refused, launch, name):
     ran, unchanged, folder = refused(launch, name)
     assert_one_line(ran, *CASES[name].texts)
+    # Only a run that is resumed is told how to continue it.
+    assert ("to continue the run" in ran.err) == (name == "other characters")
     assert unchanged
     assert not (folder / "the code was run").exists()
 
 
-@pytest.mark.parametrize("what", ["a flag", "a checkpoint"])
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        *[(flag, 0) for flag in "--lr --embedding-lr --timeout --steps --accum --keep".split()],
+        *[(flag, 1) for flag in "--val-fraction --dropout --momentum".split()],
+        *[(flag, -1) for flag in "--min-lr --weight-decay --clip --warmup --eval-tokens".split()],
+        ("--seed", -1),
+        ("--spawn", 1025),
+        ("--timeout", 1e10),
+    ],
+)
+def test_a_number_outside_of_its_range_is_refused(flag, value):
+    with pytest.raises(click.BadParameter, match="is not in the range"):
+        program_module.cli.make_context("run.py", [flag, f"{value}"])
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError, OSError, FileNotFoundError, ImportError, NotImplementedError]
+)
+def test_an_error_that_the_user_can_mend_is_named_with_its_subject_and_advice(error):
+    with pytest.raises(click.UsageError) as caught, program_module.usage_errors("A: ", "; do B"):
+        raise error("no C")
+    assert caught.value.message == "A: no C; do B"
+
+
+@pytest.mark.parametrize("error", [ConnectionError, RuntimeError, FloatingPointError])
+def test_a_lost_rank_and_a_bug_are_not_mistakes_of_the_user(error):
+    with pytest.raises(error, match="no C"), program_module.usage_errors("A: ", "; do B"):
+        raise error("no C")
+
+
+def test_a_run_does_not_begin_where_another_has_just_written(tmp_path):
+    """Between the reading of a checkpoint and the lock, another run can write a newer one."""
+    out = f"{tmp_path}"
+    ckpt.save(out, {"model": {"weight": torch.zeros(2)}, "step": 5}, 5)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="another run has just written to it"):
+        program_module.prepare_folder(out, ckpt, 4, {}, {})
+    assert {**contents(tmp_path), **before} == contents(tmp_path)  # nothing is replaced
+    [entry] = ckpt.list_checkpoints(out)
+    assert program_module.prepare_folder(out, ckpt, 5, {}, {}) is not None  # the lock
+
+
+def test_a_second_run_in_the_same_folder_is_refused(text, tmp_path):
+    flags = [*TINY, "--data", text, "--epochs", 1000, "--log-every", 1, "--out", tmp_path / "out"]
+    with Program(*flags) as first:
+        first.read_to("step 1/")
+        assert_one_line(run(*flags, "--steps", 2), "--out", "in use by another run")
+
+
+@pytest.mark.parametrize("what", ["a flag", "a checkpoint", "the data"])
 def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_path, what):
     """Ranks started by hand on two machines can have different environments and folders."""
     port = free_port()
@@ -1286,6 +1553,13 @@ def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_pa
         args = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path / "out"]
         settings = [{}, {"DDPKIT_DROPOUT": "0.5"}]
         expected = ["Error: --dropout is not the same on all ranks"]
+    elif what == "the data":  # The name is relative, and the ranks run in different folders.
+        args = [*TINY, "--data", "text.txt", "--steps", 2, "--out", tmp_path / "out"]
+        settings = [{}, {}]
+        for rank, words in enumerate(("of rank zero", "of rank one ")):
+            (tmp_path / f"{rank}").mkdir()
+            (tmp_path / f"{rank}" / "text.txt").write_text(words * 99)
+        expected = ["Error: --data text.txt: is not the same on all ranks"]
     else:
         args = ["eval", "--data", text]
         settings = [{"DDPKIT_OUT": f"{tmp_path / rank}"} for rank in "01"]
@@ -1294,14 +1568,18 @@ def test_two_ranks_that_are_told_different_things_end_with_one_line(text, tmp_pa
             assert run(*TINY, "--data", text, *steps).code == 0
         expected = ["Error: rank 1 found step-00000002-", ", rank 0 step-00000001-"]
     ranks = [{**launch_variables(i, 2, port), **s} for i, s in enumerate(settings)]
+    how = [{"launcher": [sys.executable, f"{ROOT}/run.py"], "root": ROOT}] * 2
+    if what == "the data":
+        how = [{**how[0], "root": tmp_path / rank} for rank in "01"]
     with ExitStack() as stack:
-        programs = [stack.enter_context(Program(*args, env=env)) for env in ranks]
+        programs = [
+            stack.enter_context(Program(*args, env=env, **more)) for env, more in zip(ranks, how)
+        ]
         ended = [program.finish() for program in programs]
     assert [ran.code for ran in ended] == [1, 2], ended  # rank 1 reports the error
     lines = [line for ran in ended for line in ran.err.splitlines()]
     assert len(lines) == 1 and all(text in lines[0] for text in expected), ended
-    if what == "a flag":
-        assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists()
 
 
 MIXED = """

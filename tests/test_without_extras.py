@@ -105,6 +105,27 @@ def test_sample_and_eval_work(copy, trained):
     assert ran.out.startswith(f"loss {val_loss:.4f} nats per token")
 
 
+FAIL = """
+import sys
+sys.path.insert(0, {root!r})
+import gpt, run
+
+def fail(model, batch):
+    raise RuntimeError("a bug")
+
+gpt.loss = fail
+run.main()
+"""
+
+
+def test_an_error_that_is_not_expected_is_named_with_its_rank_and_traceback(copy, short, tmp_path):
+    (tmp_path / "program.py").write_text(FAIL.format(root=f"{copy}"))
+    launcher = [sys.executable, str(tmp_path / "program.py")]
+    ran = run(*short, "--out", tmp_path / "out", launcher=launcher)
+    assert ran.code == 1 and ran.err.startswith("Error on rank 0: RuntimeError('a bug')\n"), ran
+    assert ran.err.count("Traceback") == 1, ran
+
+
 TASKS = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
 TASKS |= {"SLURM_STEP_NODELIST": "host1", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_JOB_ID": "1"}
 NEED = {
