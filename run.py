@@ -326,9 +326,11 @@ def train(flags: Flags, given: set[str]) -> int:
 
         if rank0:
             size = sum(map(torch.numel, model.parameters()))
+            where = "continuing the run in" if start_step else "in"
             say(
                 f"Training: {size:,} parameters on {world.size} x {world.device.type} in "
-                f"{dtype_name}, steps {start_step + 1} to {total} (set by {limit}), in {flags.out}"
+                f"{dtype_name}, steps {start_step + 1} to {total} (set by {limit}), {where} "
+                f"{flags.out}"
             )
         log = partial(append_metrics, storage, flags.out)
         # With more OpenMP threads than CPUs, idle ones sleep at once, and training on a CPU is a

@@ -76,7 +76,10 @@ def add_commands(
             if "://" in out:
                 return str(open_storage(out).read_text(out, name))
             # not with ckpt.read_text, since importing ckpt would import torch
-            return Path(out, name).read_text(encoding="utf-8", errors="replace")
+            try:
+                return Path(out, name).read_text(encoding="utf-8", errors="replace")
+            except OSError as error:
+                raise ValueError(f"{out}: is not the folder of a run: {error}") from None
 
         with usage_errors():
             plot = extra("plot")

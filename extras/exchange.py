@@ -61,6 +61,8 @@ def read(path: str, load: Callable[[BinaryIO], Any]) -> Model:
     try:
         if (folder / "config.json").exists():
             return read_hf(folder)
+        if not folder.exists():
+            raise ValueError("no such file or folder; models of a hub are not downloaded")
         if not file.is_file():
             raise ValueError("is not a file, and not a folder with a config.json or a ckpt.pt")
         with open(file, "rb") as opened:

@@ -203,7 +203,7 @@ def test_resume_with_another_number_of_ranks_keeps_the_order_of_the_data(done, t
     assert ran.code == 0, ran
     assert ran.out.startswith(
         "Training: 3,648 parameters on 2 x cpu in float32, "
-        f"steps {before + 1} to 50 (set by --steps), in {tmp_path}\n"
+        f"steps {before + 1} to 50 (set by --steps), continuing the run in {tmp_path}\n"
     )
     assert [step for step, _ in losses(tmp_path)] == list(range(1, 51))
     _, alone = done("alone")
@@ -218,7 +218,9 @@ def test_a_finished_run_continues_with_more_epochs(text, tmp_path):
 
     on = run("--out", tmp_path, "--epochs", 2)
     assert (
-        on.code == 0 and f"steps 39 to 76 (set by --epochs), in {tmp_path}\nstep 40/76 " in on.out
+        on.code == 0
+        and f"steps 39 to 76 (set by --epochs), continuing the run in {tmp_path}\nstep 40/76 "
+        in on.out
     ), on
     # Steps with an evaluation have a line too.
     expected = [10, 15, 20, 30, 38, 40, 45, 50, 60, 70, 75, 76]
