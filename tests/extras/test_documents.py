@@ -34,9 +34,13 @@ LAUNCH = [*(ROOT / "extras" / "launch").iterdir()]
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_that_are_small(path):
-    links = re.findall(r"\]\((?!http)(.*?)\)", path.read_text())
-    for link in links:
-        assert (path.parent / link).stat().st_size < 100 * 1024, link
+    for link in re.findall(r"\]\((?!http)(.*?)\)", path.read_text()):
+        name, _, anchor = link.partition("#")
+        file = path.parent / name
+        assert file.stat().st_size < 100 * 1024, link
+        titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M) if anchor else [""]
+        # The anchor of a title on GitHub, for titles of letters and spaces
+        assert anchor in [title.lower().replace(" ", "-") for title in titles], link
 
 
 @pytest.mark.parametrize(
