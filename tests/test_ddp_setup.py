@@ -763,7 +763,7 @@ c10d._dump_nccl_trace_json = lambda *_: json.dumps({"pg_status": {"0": group}})
 store, joined = dist.TCPStore("127.0.0.1", int(sys.argv[1])), threading.Event()
 joined.set()
 env, never = ddp_setup.World(1, 1, 2, 2), threading.Event()
-ddp_setup._watch_ranks(env, store, 2, sys.argv[2] == "nccl", threading.get_ident(), joined, never)
+ddp_setup._watch_ranks(env, store, 0.5, sys.argv[2] == "nccl", threading.get_ident(), joined, never)
 """
 
 
@@ -775,7 +775,7 @@ def test_with_nccl_a_rank_that_waits_ends_early_after_a_report(backend, reported
     store.add("reported", reported)
     command = [sys.executable, "-c", WATCH, f"{store.port}", backend]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
-    error = "Error: no progress for 2 s: no answer from rank 0, rank 1 at a library\n"
+    error = "Error: no progress for 0.5 s: no answer from rank 0, rank 1 at a library\n"
     assert (ended.returncode, ended.stderr) == (1, "" if reported else error)
     assert store.add("counter", 0) == intervals
 

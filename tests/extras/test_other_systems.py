@@ -147,7 +147,7 @@ def run(system: str, script: Path, *args: object, folder: Path) -> Ran:
     ended = subprocess.run(
         [sys.executable, *start, str(script), *map(str, args)],
         cwd=folder,
-        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
         capture_output=True,
         text=True,
         timeout=600,
