@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(undisturbed, t
     ran = run("--out", out, "--log-every", 1)
     assert ran.code == 0, ran
     assert ran.err.count("\n") == 1 and damaged.name in ran.err and "damaged" in ran.err, ran.err
-    assert f"steps 81 to 100 (set by --steps), in {out}\nstep 81/100 " in ran.out
+    assert f"steps 81 to 100 (set by --steps), continuing the run in {out}\nstep 81/100 " in ran.out
     assert [step for step, _ in losses(out)] == list(range(1, 101))
     assert same_training(out, undisturbed(1))
 
