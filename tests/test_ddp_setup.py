@@ -558,7 +558,7 @@ def runs(tmp_path_factory):
             two_alone=partial(without_launcher, "two_groups_one_after_the_other"),
         ) as begun,
         ahead(
-            4,
+            6,
             longer=spawned("work_longer_than_the_timeout", writes=True),
             no_reply=partial(without_launcher, "fail_while_the_store_does_not_answer"),
             stopped=spawned("signal_to_rank_1", f"{signal.SIGSTOP:d}"),
@@ -782,7 +782,7 @@ def test_with_nccl_a_rank_that_waits_ends_early_after_a_report(backend, reported
 
 def test_beside_nccl_a_rank_that_waits_in_a_group_of_gloo_is_noticed(tmp_path):
     run_on_ranks(ranks.wait_in_gloo_beside_nccl, 2, f"{tmp_path}")
-    assert (tmp_path / "seen").read_text() == "[False, True, False]"
+    assert (tmp_path / "seen").read_text() == "[False, True]"
 
 
 def test_pythons_import_system_does_not_count_as_the_program():
