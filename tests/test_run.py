@@ -1257,16 +1257,16 @@ def test_help_lists_every_flag_and_does_not_import_torch():
 
 
 @pytest.mark.parametrize("device, count", [("cpu", ddp_setup.available_cpus()), ("auto", 77)])
-def test_spawn_without_a_number_starts_a_process_per_gpu_or_per_cpu_core(device, count):
-    script = (
-        "import torch, ddp_setup, run\n"
-        "torch.cuda.device_count = lambda: 77\n"
-        "ddp_setup.spawn = lambda main, size, *args, timeout: print(size, timeout)\n"
-        "flags = ['--spawn', '--timeout', '5', '--device']\n"
-        f"run.cli.main([*flags, '{device}'], standalone_mode=False)"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert ran.stdout == f"{count} 5.0\n", ran
+def test_spawn_without_a_number_starts_a_process_per_gpu_or_per_cpu_core(
+    device, count, monkeypatch
+):
+    started = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 77)
+    monkeypatch.setattr(ddp_setup, "spawn", lambda *args, **more: started.append((args, more)))
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)  # not in this process
+    flags = ["--spawn", "--timeout", "5", "--device", device]
+    program_module.cli.main(flags, standalone_mode=False)
+    assert started == [((program_module.main, count), {"timeout": 5.0})]
 
 
 def test_a_module_that_is_missing_is_named_in_one_line(tmp_path):
