@@ -109,8 +109,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
         code 1, without an exception. One such rank prints the current program lines of
         every rank. Use wait_together for work that may take longer. While a rank runs
-        torch.compile, or if the network is down, the others wait up to twice the timeout. Waiting
-        in torch.distributed.new_group, recv or monitored_barrier is not covered.
+        torch.compile, or if the network is down, the others wait up to twice the timeout. The
+        timeout does not apply to torch.distributed.new_group, recv and monitored_barrier.
 
     ValueError if the launch variables are wrong. ConnectionError if the ranks cannot connect within
     the timeout. Each rank raises these two errors itself.
