@@ -11,8 +11,8 @@
 
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
 the processes that `spawn` starts. A rank is one of the processes that train together. If a rank
-fails, the others fail too, because they lose their connection to it. But only one of them prints
-an error. To agree which one, they use a key-value store that all ranks share.
+fails, the others fail too, most often because they lose their connection to it. As a rule, only one
+of them prints an error. To agree which one, they use a key-value store that all ranks share.
 """
 
 import ctypes
@@ -113,28 +113,28 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         timeout does not apply to torch.distributed.new_group, recv and monitored_barrier.
 
     ValueError if the launch variables are wrong. ConnectionError if the ranks cannot connect within
-    the timeout. Each rank raises these two errors itself.
+    the timeout. Every rank with such an error raises it.
 
     If a rank is killed, if its device is not available (ValueError), or if an exception (a subclass
     of Exception) leaves the block, all ranks that still use the group end. One rank reports the
     cause:
-    - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
-      that did not answer, unless torchrun ends these ranks first. Under spawn, the parent process
+    - If a rank was killed or lost, one of the others (unless torchrun ends them first) raises
+      ConnectionError, which names the ranks that did not answer. Under spawn, the parent process
       reports the lost rank instead. If the store is lost too, each rank raises ConnectionError.
-      torchrun and spawn hold the store in a process of their own. Otherwise, rank 0 holds it.
+      With spawn, the parent process holds the store, with torchrun its agent, otherwise rank 0.
     - If all ranks failed in torch.distributed, one of them raises torch's own exception.
     - Otherwise, the rank that failed first raises its own exception.
     All other ranks raise SystemExit instead of the exception that they got. Python prints nothing
     for it. The exit code is the attribute `exit_code` of the replaced exception, else 1.
-    But a rank raises nothing while it joins the group, or while it waits in a collective of NCCL:
-    it ends with exit code 1 at the timeout, with NCCL earlier if another rank has reported an
-    error (after 1/10 of the timeout), or torch ends it with SIGABRT.
+    But a rank that is joining the group, or waiting in a collective of NCCL, raises nothing. It
+    ends with exit code 1 at the timeout. With NCCL, it ends already 1/10 of the timeout after
+    another rank has reported an error, or torch ends it with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt is lost for ranks that still use
-    the group. With sys.exit() and sys.exit(0), it first leaves the group in order, as at the end of
+    the group. With sys.exit() and sys.exit(0), it first leaves the group cleanly, as at the end of
     the block. With another exit code, and with KeyboardInterrupt, it does not.
 
-    After a block that was left in order, a program can call process_group again. The current GPU,
+    After a block that ended cleanly, a program can call process_group again. The current GPU,
     torch's number of threads, and the environment variables GLOO_SOCKET_IFNAME and
     TORCH_FR_BUFFER_SIZE stay as they were set here.
     """
@@ -150,7 +150,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     # Switch on torch's flight recorder, which _watch_ranks reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     store = _connect_to_store(env, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
-    main, in_order = threading.get_ident(), False
+    main, clean = threading.get_ident(), False
     joined, block_ended = threading.Event(), threading.Event()
     try:
         # Each group needs its own keys. Each rank counts its groups, so all get the same number.
@@ -175,13 +175,13 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             )
             joined.set()
             yield world
-            in_order = True
+            clean = True
         except SystemExit as error:
-            in_order = not error.code
+            clean = not error.code
             raise
         finally:
             block_ended.set()
-            if in_order:
+            if clean:
                 # The watcher must not read a destroyed group. If it still runs after 6 seconds, it
                 # must be waiting for a store that does not answer, and will not read the group any
                 # more.
@@ -292,7 +292,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
     consequence = from_gloo or isinstance(error, dist.DistError)
 
     def claim_report() -> list[str]:
-        """Return the ranks that have not failed. Raise SystemExit if another rank reports."""
+        """Return the ranks that have not got here. Raise SystemExit if another rank reports."""
         store.set(f"failed {env.rank}", "")
         if consequence:  # Let the rank that failed first report.
             time.sleep(1)
@@ -302,12 +302,12 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
 
     try:
         # If the network is down, a request to the store never returns.
-        not_failed = _in_thread(claim_report).result(6)
+        missing = _in_thread(claim_report).result(6)
     except (dist.DistError, TimeoutError):
-        not_failed = ["0"]  # The store is lost, and usually rank 0 or its machine with it.
-    if consequence and not_failed:  # If all ranks have failed, none was lost.
+        missing = ["0"]  # The store is lost, and usually rank 0 or its machine with it.
+    if consequence and missing:  # If all ranks got here, none was lost.
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
-        raise ConnectionError(f"no answer from rank {' or '.join(not_failed)} ({how})") from error
+        raise ConnectionError(f"no answer from rank {' or '.join(missing)} ({how})") from error
 
 
 def _watch_ranks(
@@ -321,8 +321,8 @@ def _watch_ranks(
 ) -> None:
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
-    This runs in a thread of each rank. The thread `main`, which called process_group, waits in a
-    collective, so no exception can be raised there.
+    This runs in a thread of each rank. When it ends the process, the thread `main`, which called
+    process_group, is blocked in a collective, so no exception can be raised there.
 
     An interval is 1/20 of the timeout. In each interval, each rank adds 1 to the same counter in
     the store, and stores the new count with the line of its program. So the counter is a clock that
@@ -443,8 +443,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     replica = nn.parallel.DistributedDataParallel(model, **ddp)
     sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     if not (replica.find_unused_parameters or replica.static_graph or sparse):
-        # After its first backward pass, DDP rebuilds its buckets, and sums round differently. A
-        # resumed run has a new replica, so make that pass now, with zero gradients. (Not with
+        # DDP rebuilds its buckets after its first backward pass, which changes rounding. Make that
+        # pass now, with zeros, so that a resumed run rounds like an unbroken one. (Not with
         # find_unused_parameters: DDP then keeps its buckets. Not with static_graph: DDP would take
         # this pass for the graph. Not with sparse embeddings: the zeros below are dense.)
         # prepare_for_backward takes the place of the forward pass. []: expect all gradients.
@@ -472,9 +472,9 @@ def any_rank(flag: bool, world: World) -> bool:
 def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
-    All ranks must call this function. If some calls raise ValueError or OSError, all ranks raise
-    the error of the lowest of these ranks. If pickle cannot copy it, the other ranks raise a plain
-    ValueError or OSError with its message. If there is no such error, an exception of another
+    All ranks must call this function. If the calls of some ranks raise ValueError or OSError, all
+    ranks raise the error of the lowest such rank. If pickle cannot copy it, the other ranks raise a
+    plain ValueError or OSError with its message. If there is no such error, an exception of another
     type is raised only on its own rank.
 
     Use it for slow work, such as reading large files: here the timeout of process_group does not
@@ -586,7 +586,8 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     - If a rank has reported an error through process_group, the code of the rank that ended first
       with an error is returned, or 1 if a signal killed it.
     - Otherwise, ChildProcessError is raised. Its message names the rank that failed or did not end.
-    ValueError if size < 1, on Windows, and if `fn` or `args` are from a notebook.
+    ValueError if size < 1, on Windows, and if `fn` or `args` need functions or classes that are
+    defined in a notebook.
     """
     if size < 1:
         raise ValueError(f"size is {size}; spawn needs at least 1 process")
@@ -628,9 +629,9 @@ def _wait_for_ranks(
         if not code and any(codes):
             code = next(filter(None, codes))
             failed = codes.index(code)
-            # Whoever adds the first 1 to the key "reported" reports the error: a rank in
-            # _choose_reporter, or this process. Here, the key needs the prefixes that
-            # _connect_to_store and process_group add. Adding 0 only reads the number of the group.
+            # Whoever adds the first 1 to the key "reported" reports the error: a rank or this
+            # process. Here, the key needs the prefixes that _connect_to_store and process_group
+            # add. Adding 0 only reads the number of the group.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"
