@@ -62,7 +62,7 @@ class BatchPlan(NamedTuple):
     """Which windows make up each global batch.
 
     All ranks must have equal plans, and a run must resume with the plan with which it began.
-    A plan with other values, except for vocab, means other windows, and causes no error.
+    Nothing checks this: if any field but vocab differs, the windows differ, without an error.
     """
 
     tokens: Tokens
@@ -98,8 +98,8 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
 
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
     llm.c) always have kind "ids". A .bin of another type can be misread: write .npy instead. The
-    vocabulary size is `vocab` if given; steps() compares the ids with it. Otherwise it is the
-    highest id + 1, rounded up to a multiple of 64.
+    vocabulary size is `vocab`, or if that is None the highest id + 1, rounded up to a multiple of
+    64. The ids are checked later, when windows are read, against BatchPlan.vocab.
 
     Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Kind "char" is in
     memory. Raises ValueError or OSError if a file is damaged, if a text has a character that is not
@@ -179,7 +179,7 @@ def _read_file(name: str) -> np.ndarray:
             )
     if size > MIB:
         return np.memmap(name, dtype, "r", start)
-    # A mapped file, as each .npy is, stays open. A process can open only about a thousand.
+    # Not mapped: a mapped file stays open (also each .npy), and a process can open only about 1000.
     return np.fromfile(name, dtype, offset=start)
 
 
@@ -210,10 +210,10 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
     The hash also depends on the type and the length of each array, but not on the names of files.
-    An array of up to 16 MiB is read completely. Of a longer one, only 16 blocks of 1 MiB are read,
-    and a change between them is not noticed. If there are more than 16 arrays, with more than 256
-    MiB in total, the blocks are smaller: all blocks of all arrays are then about 256 MiB. But a
-    block has at least 4 KiB.
+    An array of up to 16 blocks is read completely. Of a longer one, only 16 blocks are read, and a
+    change between them is not noticed. A block has 1 MiB. If there are more than 16 arrays, with
+    more than 256 MiB in total, it is smaller, but at least 4 KiB: at most 256 MiB are then read, or
+    more if there are more than 4096 arrays.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -222,12 +222,10 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     for array in tokens:
         hashed.update(f"{array.dtype} {len(array)}\n".encode())
         raw = array.view(np.uint8)
-        pieces = [raw]
         if raw.size > 16 * block:
             starts = np.linspace(0, raw.size - block, 16).astype(np.int64)
-            pieces = [raw[i : i + block] for i in starts]
-        for piece in pieces:
-            hashed.update(piece.data)
+            raw = np.concatenate([raw[i : i + block] for i in starts])
+        hashed.update(raw.data)
     return hashed.hexdigest()
 
 
@@ -263,8 +261,8 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
 def decode(ids: Iterable[int], kind: str, chars: str) -> Iterator[str]:
     """Yield the text of token ids, piece by piece.
 
-    With kind "byte", a character comes with its last byte. Kind "ids" gives the numbers, each with
-    a space after it.
+    With kind "byte", a character is yielded when its last byte has been read. Kind "ids" gives the
+    numbers, each with a space after it.
     """
     if kind == "byte":
         return codecs.iterdecode((bytes([i]) for i in ids), "utf-8", "replace")
@@ -287,7 +285,7 @@ def split(tokens: Tokens, val_fraction: float, max_val: int = 0) -> tuple[Tokens
     """
     n = num_tokens(tokens)
     cut = n - round(n * val_fraction)
-    stop = min(n, cut + max_val + 1) if max_val else n
+    stop = cut + max_val + 1 if max_val else n
     return _slice(tokens, 0, cut), _slice(tokens, cut, stop)
 
 
@@ -392,8 +390,8 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     windows = targets // block_size
     whole = windows * block_size
     # Divide the whole windows into batches of about equal size, so the ranks have similar work.
-    # There are at most max_batches: the lowest multiple of world_size with which no batch has more
-    # than batch_size windows. The targets after the last whole window are one more batch. Both
+    # max_batches limits their number: the lowest multiple of world_size with which each batch has
+    # at most batch_size windows. The targets after the last whole window are an extra batch. Both
     # max(1, ...) are for data without a whole window.
     max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
     targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)

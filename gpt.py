@@ -56,6 +56,7 @@ class Arch(NamedTuple):
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square over the last dimension, and keep its dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
+    # With `dtype`, vector_norm sums in float32 without a float32 copy of x.
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return x * (norm.square() / x.shape[-1] + 1e-6).rsqrt().to(x.dtype)
 
@@ -87,9 +88,9 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum the cross-entropy of the logits x @ weight.T with the targets over N rows, in nats.
+    """Return the cross-entropy of the logits x @ weight.T and the targets, summed over N rows.
 
-    x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
+    x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar, in nats.
     """
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
@@ -214,6 +215,7 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
             # Autocast would keep the residual stream in float32, which takes twice the memory.
             x = x.bfloat16()
+        # gpt2 does not use this.
         cos_sin = rope(start, T, self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
             if self.checkpoint_activations and self.training:
@@ -342,8 +344,8 @@ def sample(
     prompt: (B, T) int64, or (T,). A long one is first cut to its last block_size tokens.
     temperature, top_k: see sample_token.
     Yields the next token of each prompt, (B,) int64, on the device of the model. B is 1 for (T,).
-    torch's global generator is used. ValueError, at the first next(), in training mode, for an
-    empty prompt, and for a negative temperature or top_k.
+    Uses torch's global generator. The first next() raises ValueError in training mode, for an empty
+    prompt, and for a negative temperature or top_k.
 
     When a new token makes the context longer than block_size, the context is cut to its last
     ceil(block_size / 2) tokens.
