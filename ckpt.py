@@ -93,8 +93,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
 
     Every rank must call this. In a process group, ranks above 0 get {} as "model" and "optimizers".
     The names are those of the model without its wrappers: see unwrap. An optimizer without a state
-    becomes {}. restore_ does not use its "param_groups". The copies share no memory with the model,
-    so training can continue at once.
+    becomes {}. restore_ does not use the saved "param_groups". The copies share no memory with the
+    model, so training can continue at once.
 
     model: for several models, as in a GAN, pass nn.ModuleDict({"g": g, "d": d}) without wrappers.
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
@@ -179,7 +179,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 f"an optimizer has state of {min(unused)} in the checkpoint, but not here: is it "
                 "frozen, or in another optimizer?"
             )
-    device = next(model.parameters()).device
+    device = next((parameter.device for parameter in model.parameters()), None)
     # tree_map, because the extra state of a module can be a dict with tensors.
     model.load_state_dict(
         {
@@ -223,20 +223,21 @@ def _flatten(values: State) -> State:
     }
 
 
-def _receive(value: Any, like: Any, device: torch.device) -> Any:
+def _receive(value: Any, like: Any, device: torch.device | None) -> Any:
     """Send a value of rank 0 to all ranks. Return it placed as `like` is.
 
     Every rank must call this. value: on ranks above 0, tensors are on "meta". like: if it is a
     tensor with the shape of the value, the result gets its device, its strides, and its sharding if
-    it is a DTensor. device: on which to broadcast. NCCL cannot broadcast a tensor on the CPU, such
-    as Adam's "step".
+    it is a DTensor. Other tensors, of the extra state of a module, are returned on the CPU. device:
+    on which to broadcast. NCCL cannot broadcast a tensor on the CPU, such as Adam's "step".
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    new = torch.empty(value.shape, dtype=value.dtype, device=device)
+    in_group = dist.is_initialized()
+    new = torch.empty(value.shape, dtype=value.dtype, device=device if in_group else value.device)
     if not value.is_meta:
         new.copy_(value)
-    if dist.is_initialized():
+    if in_group:
         dist.broadcast(new, 0)
     if new.shape != getattr(like, "shape", None):  # extra state of a module: any shape is valid
         return new.cpu()

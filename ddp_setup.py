@@ -127,8 +127,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     All other ranks raise SystemExit instead of the exception that they got. Python prints nothing
     for it. The exit code is the attribute `exit_code` of the replaced exception, else 1.
     But a rank that is joining the group, or waiting in a collective of NCCL, raises nothing. It
-    ends with exit code 1 at the timeout. With NCCL, it ends already 1/10 of the timeout after
-    another rank has reported an error, or torch ends it with SIGABRT.
+    ends with exit code 1 at the timeout. With NCCL, it ends earlier, within 3/20 of the timeout, if
+    another rank has reported an error or the store is lost; or torch ends it with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt is lost for ranks that still use
     the group. With sys.exit() and sys.exit(0), it first leaves the group cleanly, as at the end of
@@ -329,8 +329,9 @@ def _watch_ranks(
     all machines share, and the count shows how old a line is. A rank is stuck if it waits, no
     collective has started or ended since the last interval, and no rank runs torch.compile. (After
     a rank has reported an error, all others count as waiting.) A rank that is stuck 20 times in a
-    row ends. The first one prints where each rank is, if no rank has reported an error. After such
-    a report, 2 times are enough with NCCL, which does not notice that another rank has failed.
+    row ends. The first one prints where each rank is, if no rank has reported an error. If a rank
+    has, or the store is lost, a rank that waits in a collective of NCCL ends after 2 times, because
+    NCCL does not notice that another rank has failed.
     """
     numbers: Any = None
     count = compiled = 0
@@ -340,13 +341,14 @@ def _watch_ranks(
         before = numbers, compiled  # one interval ago
         numbers, waiting = _inspect_collectives(cuda, numbers)
         waiting |= not joined.is_set()
-        enough = 20
+        enough = 2 if cuda and waiting else 20
         with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.
             count = store.add("counter", 1)
             store.set(f"state of {env.rank}", json.dumps([count, line]))
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
-            if (cuda or not waiting) and store.add("reported", 0) > 0:
-                enough, waiting = (2 if waiting else 20), True
+            reported = (cuda or not waiting) and store.add("reported", 0) > 0
+            waiting |= reported
+            enough = enough if reported else 20
         counts = [*counts, count] if waiting and (numbers, compiled) == before else []
         if len(counts) < enough:
             continue
@@ -359,11 +361,13 @@ def _watch_ranks(
                 json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
                 for rank in range(env.size)
             ]
-            ranks = [  # A state that is older than three intervals is no answer.
-                f"rank {rank} at {place}" if written > counts[-4] else f"no answer from rank {rank}"
+            oldest = counts[-4:][0]  # A state that is older than three intervals is no answer.
+            ranks = [
+                f"rank {rank} at {place}" if written > oldest else f"no answer from rank {rank}"
                 for rank, (written, place) in enumerate(states)
             ]
-        print(f"Error: no progress for {timeout:g} s: {', '.join(ranks)}", file=sys.stderr)
+        seconds = len(counts) * timeout / 20
+        print(f"Error: no progress for {seconds:g} s: {', '.join(ranks)}", file=sys.stderr)
         os._exit(1)
 
 

@@ -371,8 +371,8 @@ def group_batches(
     rank that has no batch at all while others have.
 
     group_batches reads one step ahead, so the saved state of a loader would be one step too far. To
-    resume, skip the finished steps instead: islice(group_batches(...), start, None). If no step was
-    left out, you can instead skip their batches before group_batches, which is faster.
+    resume, skip the finished steps instead: islice(group_batches(...), start, None). If all counts
+    are above 0, it is faster to skip their batches, before group_batches.
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:

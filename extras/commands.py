@@ -78,7 +78,7 @@ def add_commands(
             # not with ckpt.read_text, since importing ckpt would import torch
             try:
                 return Path(out, name).read_text(encoding="utf-8", errors="replace")
-            except OSError as error:
+            except (FileNotFoundError, NotADirectoryError) as error:
                 raise ValueError(f"{out}: is not the folder of a run: {error}") from None
 
         with usage_errors():

@@ -8,6 +8,7 @@ can use it that has the input and the weight of its output layer at hand. Needs 
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,15 +38,18 @@ def cross_entropy(
     # 2**28 logits are 5,000 rows with V = 50,000, enough to keep a GPU busy. On a CPU, parts of
     # 128 MiB were the fastest (V = 50,304, C = 128 and 384).
     rows = max(1, (max_logits or 1 << (28 if x.is_cuda else 25)) // len(weight))
+    caching: Any = nullcontext()
     if len(x) > rows and torch.is_grad_enabled():
         if (x[:0] @ weight.T).dtype != torch.float16:  # the dtype of the logits, with autocast too
             return CrossEntropyInParts.apply(at_once, x, weight, targets, rows)  # type: ignore
         at_once = partial(checkpoint, at_once, use_reentrant=False)
-    kind, parts = x.device.type, zip(x.split(rows), targets.split(rows))
-    # Without the cache, autocast makes a float16 copy of `weight` for each part. So the gradients
-    # of the parts are added up in the dtype of `weight`, and not in float16.
-    on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    with torch.autocast(kind, dtype, on, cache_enabled=False):
+        # Without its cache, autocast makes a float16 copy of `weight` for each part. So the
+        # gradients of the parts are added up in the dtype of `weight`, and not in float16.
+        kind = x.device.type
+        on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        caching = torch.autocast(kind, dtype, on, cache_enabled=False)
+    parts = zip(x.split(rows), targets.split(rows))
+    with caching:
         return torch.stack([at_once(part, weight, y) for part, y in parts]).sum()
 
 

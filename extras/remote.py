@@ -20,14 +20,12 @@ import hashlib
 import importlib
 import os
 import re
-import shutil
 import socket
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -51,7 +49,8 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
     raises OSError if the storage does not answer, because a checkpoint there may be sound.
     append_text() keeps the line in memory until the next save() uploads it, because an object store
     cannot append; each result of storage() has its own memory. Where the file system is not an
-    object store, a process that is killed while it uploads a text leaves a part of that text.
+    object store, a process that is killed while it uploads a text leaves a part of that text. A
+    process that is killed during a save or a load leaves a folder ddpkit-* in $TMPDIR or /tmp.
     ValueError for write_sharded: a sharded checkpoint needs a folder.
     """
     if write_sharded:
@@ -92,7 +91,7 @@ def _save(
     That part is deleted if possible; otherwise its digest does not match its name. A file that is
     there already and verifies is not written again, because a failure would delete it.
     """
-    with _temporary_folder(ckpt) as local:
+    with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
         entry = ckpt.save(local, state, step, loss)
         _make_folder(url)
         _upload_texts(texts, url)
@@ -119,26 +118,12 @@ def _save(
 
 def _load(ckpt: ModuleType, url: str, entry: Any) -> dict[str, Any]:
     """Download a checkpoint to a temporary local folder, read and verify it."""
-    with _temporary_folder(ckpt) as local:
+    with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
         if entry.name.endswith(".pt"):
             with _file_system(url) as (fs, path):
                 fs.get_file(f"{path}/{entry.name}", f"{local}/{entry.name}")
         state: dict[str, Any] = ckpt.load(local, entry)  # refuses a sharded checkpoint
     return state
-
-
-@contextmanager
-def _temporary_folder(ckpt: ModuleType) -> Iterator[str]:
-    """Give a temporary local folder. Delete those of processes that were killed."""
-    with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
-        _lock = ckpt.lock(local)
-        for other in Path(local).parent.glob("ddpkit-*/.lock"):
-            with suppress(OSError, ValueError):  # ValueError: its process is still alive
-                # Another user could make links with such names.
-                own = other.lstat().st_uid == other.parent.lstat().st_uid == os.getuid()
-                if own and f"{other.parent}" != local and ckpt.lock(f"{other.parent}", 0):
-                    shutil.rmtree(other.parent, ignore_errors=True)
-        yield local
 
 
 def _verifies(ckpt: ModuleType, url: str, entry: Any) -> bool:

@@ -53,7 +53,8 @@ STORAGE_TIMEOUT = timedelta(hours=1)  # for the slowest disk
 def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespace:
     """Return the functions of the module ckpt.py, for a folder that can have sharded checkpoints.
 
-    read: that of extras/reader.py, which is safe for files of other people.
+    read: that of extras/reader.py, which is safe for files of other people. Call `save` in a thread
+    if it can take longer than the timeout of process_group.
     write_sharded: every rank must then call this, `snapshot` and `save`. `load` and `newest` verify
         a sharded checkpoint, but give tensors on the device "meta". `restore_` reads the values.
     """
@@ -133,7 +134,8 @@ def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
 
 def set_aside(ckpt: ModuleType, folder: str, name: str) -> None:
     """Add ".damaged" to the name of a checkpoint. An earlier one with that name is deleted."""
-    remove(ckpt, folder, f"{name}.damaged")  # because no folder can replace another one
+    if Path(folder, name).is_dir():  # no folder can replace another one
+        remove(ckpt, folder, f"{name}.damaged")
     ckpt.set_aside(folder, name)
 
 

@@ -513,6 +513,7 @@ def fail_to_connect(*ports: str) -> None:
 
 def fail_while_the_store_does_not_answer() -> None:
     """Rank 1 stops rank 0, which serves the store, and fails. It must end although its requests wait for ever."""
+    rank_0, watchdog = os.getpid(), threading.Timer(0, bool)
     try:
         with ddp_setup.process_group("cpu", timeout=60) as world:
             rank_0 = ddp_setup.from_rank_zero(os.getpid, world)
@@ -537,8 +538,10 @@ def fail_while_the_store_does_not_answer() -> None:
 
 def end_with_a_parent_that_ended_during_the_import() -> None:
     """torchrun can be killed while its workers import torch, which takes seconds."""
+    signal.alarm(60)  # It ends this process, if the others do not close their end of the pipe.
     reading, writing = os.pipe()
     if os.fork() == 0:  # the parent
+        signal.alarm(60)
         if os.fork() == 0:  # a worker
             parent, real_import = os.getppid(), builtins.__import__
 

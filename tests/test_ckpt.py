@@ -746,6 +746,13 @@ def test_extra_state_may_have_another_type_in_a_new_model(extra):
         ckpt.check_same({"weight": model.weight}, model.state_dict())
 
 
+def test_a_model_without_parameters_can_be_restored():
+    stopped, resumed = (nn.BatchNorm1d(3, affine=False, dtype=torch.float64) for _ in range(2))
+    stopped(torch.randn(4, 3, dtype=torch.float64))
+    ckpt.restore_(ckpt.snapshot(stopped, []), resumed, [])
+    assert same(stopped.state_dict(), resumed.state_dict())
+
+
 def test_a_buffer_whose_name_ends_like_that_of_an_extra_state_is_compared():
     name, ours = "my_extra_state", torch.ones(2)
     for theirs in (torch.ones(3), ours.double()):

@@ -762,8 +762,8 @@ c10d = torch._C._distributed_c10d
 c10d._dump_nccl_trace_json = lambda *_: json.dumps({"pg_status": {"0": group}})
 store, joined = dist.TCPStore("127.0.0.1", int(sys.argv[1])), threading.Event()
 joined.set()
-env, never = ddp_setup.World(1, 1, 2, 2), threading.Event()
-ddp_setup._watch_ranks(env, store, 0.5, sys.argv[2] == "nccl", threading.get_ident(), joined, never)
+env, main, nccl = ddp_setup.World(1, 1, 2, 2), threading.get_ident(), sys.argv[2] == "nccl"
+ddp_setup._watch_ranks(env, store, float(sys.argv[3]), nccl, main, joined, threading.Event())
 """
 
 
@@ -773,11 +773,23 @@ ddp_setup._watch_ranks(env, store, 0.5, sys.argv[2] == "nccl", threading.get_ide
 def test_with_nccl_a_rank_that_waits_ends_early_after_a_report(backend, reported, intervals):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     store.add("reported", reported)
-    command = [sys.executable, "-c", WATCH, f"{store.port}", backend]
+    command = [sys.executable, "-c", WATCH, f"{store.port}", backend, "0.5"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     error = "Error: no progress for 0.5 s: no answer from rank 0, rank 1 at a library\n"
     assert (ended.returncode, ended.stderr) == (1, "" if reported else error)
     assert store.add("counter", 0) == intervals
+
+
+def test_with_nccl_a_rank_that_waits_ends_early_after_the_store_was_lost():
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True)]
+    command = [sys.executable, "-c", WATCH, f"{stores[0].port}", "nccl", "20"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        wait_for(lambda: stores[0].add("counter", 0), "the first interval", 60)
+        stores.clear()
+        _, error = process.communicate(timeout=60)
+    # Before this line are warnings of torch about the lost connection.
+    found = re.search(r"^Error: no progress for (\d+) s: no answer from rank 0\n\Z", error, re.M)
+    assert process.returncode == 1 and found and int(found[1]) < 20, error
 
 
 def test_beside_nccl_a_rank_that_waits_in_a_group_of_gloo_is_noticed(tmp_path):

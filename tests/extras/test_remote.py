@@ -481,29 +481,6 @@ def test_half_a_file_of_an_upload_that_failed_is_deleted(files, tmp_path, monkey
     assert len(written) == 2
 
 
-KILLED = """
-import os, sys, ckpt, torch
-from extras import remote
-from fsspec.implementations.local import LocalFileSystem
-
-LocalFileSystem.put_file = lambda *_: os.kill(os.getpid(), 9)
-remote.storage(ckpt).save(sys.argv[1], {"model": {"w": torch.ones(2)}}, 1)
-"""
-
-
-def test_temporary_files_of_processes_that_were_killed_are_deleted(files, tmp_path, monkeypatch):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    args = [sys.executable, "-c", KILLED, f"file://{tmp_path}/out"]
-    killed = subprocess.run(args, cwd=ROOT, env={**os.environ, "TMPDIR": f"{temporary}"})
-    assert killed.returncode == -9 and len([*temporary.glob("ddpkit-*/step-*.pt")]) == 1
-    monkeypatch.setattr("tempfile.tempdir", f"{temporary}")
-    with remote._temporary_folder(ckpt) as first:  # another save that goes on
-        files.save(f"file://{tmp_path}/out", STATE, 1)
-        assert [*temporary.iterdir()] == [Path(first)]
-    assert [*temporary.iterdir()] == []
-
-
 def test_an_upload_in_parts_that_breaks_off_is_not_there(trials, s3, folder, files):
     """The file has more than 100 MB, so s3fs uploads it in parts."""
     old, large = files.save(folder, STATE, 1), {"model": {"w": torch.zeros(30_000_000)}}

@@ -657,6 +657,9 @@ def test_a_checkpoint_can_be_set_aside_again(files, tmp_path):
         [only] = tmp_path.iterdir()
         assert only.name == f"{path.name}.damaged"
         assert (only / "manifest.json").read_bytes() == content
+    with pytest.raises(FileNotFoundError):  # and the one that was set aside stays
+        files.set_aside(f"{tmp_path}", path.name)
+    assert [*tmp_path.iterdir()] == [only]
 
 
 def test_a_folder_is_renamed_durably_before_its_content_is_deleted(tmp_path, monkeypatch):
