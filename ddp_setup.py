@@ -348,7 +348,8 @@ def _watch_ranks(
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
             reported = (cuda or not waiting) and store.add("reported", 0) > 0
             waiting |= reported
-            enough = enough if reported else 20
+            if not reported:
+                enough = 20
         counts = [*counts, count] if waiting and (numbers, compiled) == before else []
         if len(counts) < enough:
             continue

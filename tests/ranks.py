@@ -513,16 +513,16 @@ def fail_to_connect(*ports: str) -> None:
 
 def fail_while_the_store_does_not_answer() -> None:
     """Rank 1 stops rank 0, which serves the store, and fails. It must end although its requests wait for ever."""
-    rank_0, watchdog = os.getpid(), threading.Timer(0, bool)
+    rank_0 = 0
+
+    def end_rank_0() -> None:
+        if rank_0:
+            os.kill(rank_0, signal.SIGKILL)
+
+    watchdog = threading.Timer(40, lambda: (end_rank_0(), os._exit(5)))
     try:
         with ddp_setup.process_group("cpu", timeout=60) as world:
             rank_0 = ddp_setup.from_rank_zero(os.getpid, world)
-
-            def end_both() -> None:
-                os.kill(rank_0, signal.SIGKILL)
-                os._exit(5)
-
-            watchdog = threading.Timer(40, end_both)
             if world.rank == 1:
                 watchdog.start()
                 os.kill(rank_0, signal.SIGSTOP)
@@ -530,10 +530,9 @@ def fail_while_the_store_does_not_answer() -> None:
             time.sleep(60)
     finally:
         watchdog.cancel()
-        os.kill(rank_0, signal.SIGKILL)
-        time.sleep(
-            1
-        )  # If Python shut down while the threads still wait for the store, it could abort.
+        end_rank_0()
+        # If Python shut down while the threads still wait for the store, it could abort.
+        time.sleep(1)
 
 
 def end_with_a_parent_that_ended_during_the_import() -> None:

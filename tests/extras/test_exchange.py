@@ -565,3 +565,9 @@ def test_weights_with_few_bits_are_checked_too(dtype):
     exchange.check_weights({"w": torch.ones(2).to(dtype)})
     with pytest.raises(ValueError, match="w is not a tensor of finite numbers"):
         exchange.check_weights({"w": torch.full((2,), math.nan).to(dtype)})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "no/such/folder"])
+def test_a_path_that_does_not_exist_is_named_as_such(tmp_path, name):
+    with pytest.raises((ValueError, OSError), match="no such file or folder; models of a hub"):
+        exchange.read(f"{tmp_path}/{name}", reader.read)

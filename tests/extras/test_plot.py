@@ -133,6 +133,13 @@ def test_a_dollar_sign_in_a_name_is_no_formula(tmp_path):
     assert names == [r"do\$lar^\$x"] and (tmp_path / "a.svg").stat().st_size
 
 
+def test_a_name_that_is_not_utf_8_can_be_drawn(tmp_path):
+    run = plot.parse("o\udcff", '{"step": 1, "tokens": 9, "loss": 2.0}\n', "{}")
+    plot.draw([run], f"{tmp_path}/a.svg")
+    names = [text.get_text() for text in plot.figure([run]).legends[0].get_texts()]
+    assert names == ["o?"] and (tmp_path / "a.svg").stat().st_size
+
+
 def parsed(out: Path) -> plot.Run:
     return plot.parse(
         str(out), (out / "metrics.jsonl").read_text(), (out / "config.json").read_text()
@@ -197,7 +204,10 @@ def test_a_plot_does_not_import_torch(done, tmp_path):
 def test_runs_that_cannot_be_plotted_are_an_error_of_one_line(done, tmp_path):
     out = done("gpt2")[1]
     mistaken(
-        run("plot", tmp_path, "-o", tmp_path / "a.png"), tmp_path, "metrics.jsonl", "No such file"
+        run("plot", tmp_path, "-o", tmp_path / "a.png"),
+        f"{tmp_path}: is not the folder of a run: ",
+        "metrics.jsonl",
+        "No such file",
     )
     mistaken(run("plot", out, "-o", tmp_path / "a.doc"), "a.doc", ".png", ".svg")
     (tmp_path / "matplotlib.py").write_text("raise ImportError")

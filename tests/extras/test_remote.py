@@ -4,6 +4,7 @@ The URLs are of three kinds: file://, memory:// and an S3 server on this machine
 be slow, to fail and to break off (see the fixture s3 in conftest.py).
 """
 
+import errno
 import ftplib
 import functools
 import hashlib
@@ -479,6 +480,17 @@ def test_half_a_file_of_an_upload_that_failed_is_deleted(files, tmp_path, monkey
     with pytest.raises(OSError, match="gone"):
         files.save(folder, STATE, 1)
     assert len(written) == 2
+
+
+def test_an_error_of_a_copy_names_its_target(files, tmp_path, monkeypatch):
+    def full(self, here, there, **how):
+        raise OSError(errno.ENOSPC, "No space left on device", here, None, f"{tmp_path}/target")
+
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.put_file", full)
+    folder = f"file://{tmp_path}/out"
+    with pytest.raises(OSError, match="/target: No space left on device$") as error:
+        files.save(folder, STATE, 1)
+    assert "ddpkit-" not in f"{error.value}"  # the local temporary file
 
 
 def test_an_upload_in_parts_that_breaks_off_is_not_there(trials, s3, folder, files):
