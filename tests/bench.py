@@ -226,7 +226,7 @@ def num_heads(shape: Shape) -> int:
 
 def make_model(
     shape: Shape,
-    arch: str = "modern",
+    arch: str = "modern2",
     optimizer: str = "adamw",
     dropout: float = 0.0,
     **build: Any,
@@ -757,12 +757,12 @@ def gpu_speed(gpu: Gpu) -> Iterator[Row]:
     ours = {
         "gpt2, adamw": step(arch="gpt2"),
         "gpt2, adamw, compiled": step(True, arch="gpt2"),
-        "modern, adamw, compiled": step(True),
-        "modern, muon": step(optimizer="muon"),
-        "modern, muon, compiled": step(True, optimizer="muon"),
+        "modern2, adamw, compiled": step(True),
+        "modern2, muon": step(optimizer="muon"),
+        "modern2, muon, compiled": step(True, optimizer="muon"),
     }
     if (ROOT / "extras/muon.py").exists():
-        ours["modern, extras/muon, compiled"] = step(True, optimizer="extras/muon")
+        ours["modern2, extras/muon, compiled"] = step(True, optimizer="extras/muon")
     if gpu.tiny or machine.device_memory(DEVICE) > 6e10:
         ours["gpt2, adamw, compiled, all logits at once"] = step(
             True, arch="gpt2", cross_entropy=gpt.cross_entropy

@@ -24,7 +24,7 @@ import gpt
 
 torch.set_num_threads(1)  # The tensors are tiny. Several threads would wait for each other.
 
-ARCHS = ["gpt2", "modern"]
+ARCHS = ["gpt2", "modern", "modern2"]
 SMALL = gpt.Config(vocab=13, block_size=12, layers=3, heads=2, embd=16)
 
 
@@ -102,6 +102,12 @@ def modern_reference(weights, tokens, config):
         return torch.cat((z.real, z.imag), -1)
 
     x = weights["embedding.weight"][tokens]
+    if config.arch == "modern2":
+        e = x.clone()
+        for t in range(T):
+            for back in (1, 2, 3):
+                if t >= back:
+                    x[:, t] += weights["look_back"][back - 1] * e[:, t - back]
     for i in range(config.layers):
         w = {name: weights[f"blocks.{i}.{name}.weight"] for name in ("qkv", "out", "up", "down")}
         heads = []
@@ -118,7 +124,7 @@ def modern_reference(weights, tokens, config):
     return norm(x) @ weights["head.weight"].T
 
 
-REFERENCES = {"gpt2": gpt2_reference, "modern": modern_reference}
+REFERENCES = {"gpt2": gpt2_reference, "modern": modern_reference, "modern2": modern_reference}
 
 
 @pytest.mark.parametrize("T", [1, 7, 12])
@@ -164,12 +170,13 @@ def test_a_token_does_not_change_the_logits_before_it(arch):
         assert not torch.isclose(after[:, t:], before[:, t:]).all(-1).any()
 
 
-def test_the_modern_model_depends_on_distances_and_not_on_positions():
-    model, tokens = random_model("modern"), random_tokens(2, 12)
-    for start in (1, 5, 100):
-        assert_close(
-            model(tokens, start=start), model(tokens), 1e-4
-        )  # angles up to 112 radians in float32
+@pytest.mark.parametrize("arch", ["modern", "modern2"])
+def test_the_modern_models_depend_on_distances_and_not_on_positions(arch, monkeypatch):
+    model, tokens, rope = random_model(arch), random_tokens(2, 12), gpt.rope
+    expected = model(tokens)
+    for shift in (1, 5, 100):
+        monkeypatch.setattr(gpt, "rope", lambda start, *rest: rope(start + shift, *rest))
+        assert_close(model(tokens), expected, 1e-4)  # angles up to 112 radians in float32
 
 
 @pytest.mark.parametrize("T, S", [(1, 1), (9, 9), (1, 9), (4, 9), (600, 600), (1, 600), (4, 600)])
@@ -253,7 +260,7 @@ def test_initial_weights_of_a_parameter_depend_on_its_name(arch):
     config = SMALL._replace(arch=arch, vocab=12)  # embedding, positions and head have equal shapes
     weights = dict(gpt.build(config, seed=0).named_parameters())
     drawn = [weight.flatten()[:9].tolist() for weight in weights.values() if weight.std() > 0]
-    assert len(drawn) == {"gpt2": 2 + 4 * 3, "modern": 2 + 2 * 3}[arch]
+    assert len(drawn) == {"gpt2": 2 + 4 * 3, "modern": 2 + 2 * 3, "modern2": 3 + 2 * 3}[arch]
     assert all(a[i] != b[i] for a, b in combinations(drawn, 2) for i in range(9))
     # It makes no difference which other parameters there are.
     fewer = gpt.build(config._replace(layers=2), seed=0)
@@ -319,10 +326,23 @@ def test_gpt2_has_the_initial_weights_of_its_paper():
 
 
 def test_the_initial_blocks_of_the_modern_model_output_zero_and_all_its_parameters_are_matrices():
-    model, tokens = gpt.build(SMALL, seed=0), random_tokens(2, 12)
+    model, tokens = gpt.build(SMALL._replace(arch="modern"), seed=0), random_tokens(2, 12)
     assert all(parameter.ndim == 2 for parameter in model.parameters())
     expected = model.head(model.norm(model.embedding(tokens)))
     assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("arch, std", [("modern", 0.02), ("modern2", 0.1)])
+def test_the_initial_embeddings_of_the_modern_models(arch, std):
+    model = gpt.build(SMALL._replace(arch=arch, vocab=999, embd=128), seed=0)
+    named = dict(model.named_parameters())
+    drawn = [named.pop(name) for name in ("embedding.weight", "look_back") if name in named]
+    for weight in drawn:
+        assert abs(weight.std() - std) < 5 * std / math.sqrt(2 * weight.numel())
+    assert len(drawn) == (1 if arch == "modern" else 2)
+    for name, weight in named.items():
+        if not name.endswith(("out.weight", "down.weight")):
+            assert abs(weight.std() - 0.02) < 5 * 0.02 / math.sqrt(2 * weight.numel()), name
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -334,10 +354,13 @@ def test_each_parameter_is_in_exactly_one_group(arch):
     assert len(set(ids)) == len(ids) and set(ids) == {
         id(parameter) for parameter in model.parameters()
     }
-    outside = {"gpt2": [model.embedding, model.positions], "modern": [model.embedding, model.head]}[
-        arch
-    ]
-    assert {id(p) for p in kinds["embeddings"]} == {id(module.weight) for module in outside}
+    outside = {
+        "gpt2": {"embedding.weight", "positions.weight"},
+        "modern": {"embedding.weight", "head.weight"},
+        "modern2": {"embedding.weight", "head.weight", "look_back"},
+    }[arch]
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in kinds["embeddings"]} == outside
     assert len(kinds["matrices"]) == 4 * SMALL.layers and all(
         p.ndim == 2 for p in kinds["matrices"]
     )
@@ -352,11 +375,12 @@ def test_each_parameter_is_in_exactly_one_group(arch):
         ({"layers": -1}, "layers=-1, .*: sizes must be at least 1"),
         ({"heads": 0}, "heads=0, .*: sizes must be at least 1"),
         ({"embd": 0}, "embd=0, .*: sizes must be at least 1"),
-        ({"heads": 3}, "embd 16 is not divisible by heads 3"),
-        ({"heads": 16}, "embd / heads is 1; rotary positions need an even number"),
+        ({"heads": 3}, r"embd 16 is not divisible by 6 \(heads 3, times 2 for rotary positions\)"),
+        ({"heads": 16}, r"embd 16 is not divisible by 32 \(heads 16, times 2 for rotary"),
+        ({"heads": 3, "arch": "gpt2"}, r"embd 16 is not divisible by 3 \(heads 3"),
         ({"dropout": 1.0}, "dropout=1.0, .* and dropout from 0 to below 1"),
         ({"dropout": -0.1}, "dropout=-0.1, .* and dropout from 0 to below 1"),
-        ({"arch": "gpt3"}, "arch 'gpt3' is not one of gpt2, modern"),
+        ({"arch": "gpt3"}, "arch 'gpt3' is not one of gpt2, modern, modern2"),
     ],
 )
 def test_an_impossible_config_is_an_error_that_names_the_values(changes, message):
@@ -589,11 +613,14 @@ def test_each_row_of_a_batch_draws_its_own_tokens():
     assert len({*map(tuple, torch.stack([*tokens], dim=1).tolist())}) == 5
 
 
-def test_sampling_computes_one_position_per_token_until_the_context_is_full():
-    model, widths = random_model("modern"), []
-    model.embedding.register_forward_hook(lambda module, args, out: widths.append(args[0].shape[1]))
+@pytest.mark.parametrize("arch, earlier", [("modern", 0), ("modern2", 3)])
+def test_sampling_computes_one_position_per_token_until_the_context_is_full(arch, earlier):
+    model, widths, embedded = random_model(arch), [], []
+    model.blocks[0].register_forward_hook(lambda _, args, out: widths.append(out.shape[1]))
+    model.embedding.register_forward_hook(lambda _, args, out: embedded.append(out.shape[1]))
     list(islice(gpt.sample(model, random_tokens(5)), 16))
     assert widths == [5] + [1] * 7 + [6] + [1] * 6 + [6]
+    assert embedded == [width + earlier * (width == 1) for width in widths]
 
 
 def test_sampling_computes_the_logits_of_the_last_token_only():

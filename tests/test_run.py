@@ -68,7 +68,7 @@ LAUNCHES = {
     "spawn 3": (["--spawn", 3, "--accum", 2], PYTHON),
     "torchrun 2": ([], torchrun(2)),
 }
-HALVES = {"bfloat16": "modern", "float16": "gpt2"}
+HALVES = {"bfloat16": "modern2", "float16": "gpt2"}
 OLD = ROOT / "tests" / "data" / "version_0_1"
 
 

@@ -72,32 +72,27 @@ def test_variables_of_torch_exist():
     assert not [name for name in names if not re.search(rf"\b{name}\b", known)]
 
 
-def kept_per_token(arch: str, dtype: torch.dtype, recompute: bool) -> float:
-    """Return how many bytes one layer's forward pass keeps for the backward pass, per token and width.
+def kept_per_token(arch: str, dtype: torch.dtype, recompute: bool, layers: int) -> float:
+    """Return how many bytes a forward pass keeps for the backward pass, per token and width."""
+    width, length = 256, 520
+    config = gpt.Config(8, length, layers, 4, width, 0.0, arch)
+    model = gpt.build(config, 0, checkpoint_activations=recompute)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+    x = torch.zeros(1, length, dtype=torch.long)
 
-    This is the difference between a model of two layers and one of one layer.
-    """
-    width, length, sizes = 256, 520, []
-    for layers in (1, 2):
-        model = gpt.build(
-            gpt.Config(8, length, layers, 4, width, 0.0, arch), 0, checkpoint_activations=recompute
-        )
-        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        kept: dict[int, torch.Tensor] = {}
-        x = torch.zeros(1, length, dtype=torch.long)
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() not in weights:
-                kept[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                model(x, x)
-        # autocast keeps a bfloat16 copy of each matrix: 12 width^2 numbers of 2 bytes per layer
-        copies = 0 if recompute or dtype == torch.float32 else 2 * 12 * layers * width**2
-        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) - copies)
-    return (sizes[1] - sizes[0]) / length / width
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            model(x, x)
+    # autocast keeps a bfloat16 copy of each matrix: 12 width^2 numbers of 2 bytes per layer
+    copies = 0 if recompute or dtype == torch.float32 else 2 * 12 * layers * width**2
+    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) - copies
+    return size / length / width
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
@@ -105,6 +100,12 @@ def test_a_layer_keeps_as_many_bytes_per_token_as_the_table_says(arch):
     (cells,) = [cells for cells in table_rows(EXTRAS) if cells[0] == f"`--arch {arch}`"]
     settings = (torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)
     for cell, setting in zip(cells[1:], settings, strict=True):
-        assert kept_per_token(arch, *setting) == pytest.approx(int(cell.split()[0]), abs=0.5), (
-            setting
-        )
+        layer = kept_per_token(arch, *setting, 2) - kept_per_token(arch, *setting, 1)
+        assert layer == pytest.approx(int(cell.split()[0]), abs=0.5), setting
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_convolution_keeps_as_many_bytes_per_token_as_the_document_says(dtype):
+    (said,) = re.findall(r"This needs (\d+) C bytes more per token, once", EXTRAS)
+    more = [kept_per_token(arch, dtype, False, 1) for arch in ("modern", "modern2")]
+    assert more[1] - more[0] == pytest.approx(int(said), abs=0.5)

@@ -149,7 +149,13 @@ def test_files_of_another_model_in_the_folder_are_not_read(tmp_path, in_parts):
 
 
 @pytest.mark.parametrize(
-    "format, arch", [("nanogpt", "gpt2"), ("safetensors", "gpt2"), ("safetensors", "modern")]
+    "format, arch",
+    [
+        ("nanogpt", "gpt2"),
+        ("safetensors", "gpt2"),
+        ("safetensors", "modern"),
+        ("safetensors", "modern2"),
+    ],
 )
 def test_an_exported_model_is_imported_unchanged(tmp_path, format, arch):
     model = of("char", arch)[1]

@@ -40,7 +40,7 @@ def distribute(bare, world, strategy, parts=(), initial_weight=None):
     return fsdp.shard_(bare, world.size, world.device, parts, strategy, initial_weight)
 
 
-def build(world, strategy, *, arch="modern", optimizer="adamw", **config):
+def build(world, strategy, *, arch="modern2", optimizer="adamw", **config):
     """Return (distributed model, optimizers). Three ranks cannot divide its 16 rows evenly."""
     config = gpt.Config(18, 8, layers=2, heads=2, embd=16, arch=arch, **config)
     bare = gpt.build(config, 0 if strategy == "ddp" else None, arch == "gpt2")
@@ -308,7 +308,7 @@ def start(world):
     the head is tied)}.
     """
     found = {}
-    for arch, strategy in product(("gpt2", "modern"), ("zero", "fsdp")):
+    for arch, strategy in product(("gpt2", "modern2"), ("zero", "fsdp")):
         config = LARGER._replace(arch=arch)
         model = gpt.build(config, seed=None)
         with LiveBytes() as live:
@@ -354,7 +354,7 @@ def every_job(world):
             found[job.__name__, strategy] = job(world, strategy)
         if strategy != "ddp":
             found["partly_meta", strategy] = partly_meta(world, strategy)
-        for arch, accum in (("gpt2", 1), ("modern", 3)):
+        for arch, accum in (("gpt2", 1), ("modern2", 3)):
             found["learning", strategy, arch] = learning(world, strategy, arch, accum)
     return found
 
@@ -436,7 +436,7 @@ def starts(tmp_path_factory):
 # --- initial weights ---
 
 SHARDED = pytest.mark.parametrize("strategy", ["zero", "fsdp"])
-ARCHS = pytest.mark.parametrize("arch", ["gpt2", "modern"])
+ARCHS = pytest.mark.parametrize("arch", ["gpt2", "modern2"])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -492,7 +492,7 @@ def assert_as_promised(ours, theirs, start=0):
 
 @SIZES
 @EACH
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize("arch", ["gpt2", "modern2"])
 def test_losses_norms_and_weights_equal_those_of_one_process(ranks, size, strategy, arch):
     """Cover uneven shares, clipping, tied and untied heads, accumulation, and checkpointed
     activations.
@@ -669,7 +669,7 @@ def continued(folder, cells, at, end, optimizer="adamw"):
 
 def assert_continued(found, cells, at, end):
     assert found.keys() == set(cells)
-    reference = learning(ONE, "ddp", "modern", 1, end)
+    reference = learning(ONE, "ddp", "modern2", 1, end)
     for cell in cells:
         assert_as_promised(found[cell], reference, at)
 
@@ -696,7 +696,10 @@ def test_each_strategy_and_number_of_ranks_continues_from_each_other(
     """Test all pairs of three strategies and three numbers of ranks, over 50 steps."""
     cells, found, reference = list(product([kind], PLACES, PLACES)), {}, None
     if request.config.option.markexpr == "torture":  # not in a trial, because a thread cannot spawn
-        found, reference = continued(tmp_path, cells, 25, 50), learning(ONE, "ddp", "modern", 1, 50)
+        found, reference = (
+            continued(tmp_path, cells, 25, 50),
+            learning(ONE, "ddp", "modern2", 1, 50),
+        )
 
     def trial(number):
         assert_as_promised(found[cells[number]], reference, 25)

@@ -30,8 +30,8 @@ import ddp_setup
 from extras import reader, sharded
 
 KINDS = [
-    ("adamw", "modern"),
-    ("muon", "modern"),
+    ("adamw", "modern2"),
+    ("muon", "modern2"),
     ("sgd", "gpt2"),
 ]  # gpt2's head is tied to its embedding
 

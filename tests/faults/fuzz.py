@@ -93,7 +93,7 @@ NUMBERS += [
 VALUES: list[Any] = [None, True, False, -1, 0.5, math.nan, math.inf, -math.inf, 1e300, "", "x", "0"]
 VALUES += [[], {}, [1], [[]], {"x": 1}, "a" * 5000, "\ud800", "\0", "1\n2", "../x", "/etc/passwd"]
 VALUES += ["torch.float32", "torch.uint8", "torch.load", "torch.nn", "char", "byte", "ids", "gpt2"]
-VALUES += ["tokenizer", "modern", "muon", "out", "é", "\U0001f600", *NUMBERS]
+VALUES += ["tokenizer", "modern2", "muon", "out", "é", "\U0001f600", *NUMBERS]
 
 
 def edit(chance: random.Random, what: Any, piece: Callable[[], Any]) -> Any:
@@ -610,7 +610,7 @@ IMPORT_ERRORS = (ValueError, OSError)
 
 
 def safetensors() -> Target:
-    bases = [exported("safetensors", arch)["model"] for arch in ("gpt2", "modern")]
+    bases = [exported("safetensors", arch)["model"] for arch in ("gpt2", "modern", "modern2")]
 
     def make(chance: random.Random) -> Files:
         raw = chance.choice(bases)
