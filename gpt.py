@@ -187,8 +187,9 @@ class GPT(nn.Module):
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
-        # The kernel of the convolution. Row i is for the token i + 1 positions before.
-        self.look_back = nn.Parameter(torch.empty(arch.look_back, width)) if arch.look_back else ()
+        if arch.look_back:
+            # The kernel of the convolution. Column i - 1 is for the token i positions before.
+            self.look_back = nn.Parameter(torch.empty(width, arch.look_back))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = arch.norm(width)
         self.head = nn.Linear(width, config.vocab, bias=False)
@@ -212,9 +213,10 @@ class GPT(nn.Module):
         start: at most S - 1. Without caches, it must be 0. This is not checked.
         """
         T, kind = tokens.shape[1] - start, tokens.device.type
-        x = e = self.embedding(tokens[:, max(0, start - len(self.look_back)) :])
-        for i, factors in enumerate(self.look_back, 1):
-            x = x + factors * F.pad(e, (0, 0, i, 0))[:, :-i]  # shifted by i positions
+        look_back = ARCHS[self.config.arch].look_back
+        x = e = self.embedding(tokens[:, max(0, start - look_back) :])
+        for i in range(1, look_back + 1):
+            x = x + self.look_back[:, i - 1] * F.pad(e, (0, 0, i, 0))[:, :-i]  # shifted by i
         x = x[:, -T:]
         if self.positions:
             x = x + self.positions.weight[start : start + T]

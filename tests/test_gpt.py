@@ -107,7 +107,7 @@ def modern_reference(weights, tokens, config):
         for t in range(T):
             for back in (1, 2, 3):
                 if t >= back:
-                    x[:, t] += weights["look_back"][back - 1] * e[:, t - back]
+                    x[:, t] += weights["look_back"][:, back - 1] * e[:, t - back]
     for i in range(config.layers):
         w = {name: weights[f"blocks.{i}.{name}.weight"] for name in ("qkv", "out", "up", "down")}
         heads = []

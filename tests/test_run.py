@@ -202,7 +202,7 @@ def test_resume_with_another_number_of_ranks_keeps_the_order_of_the_data(done, t
     ran = run("--out", tmp_path, "--log-every", 1, "--accum", 2, "--spawn", 2)
     assert ran.code == 0, ran
     assert ran.out.startswith(
-        "Training: 3,648 parameters on 2 x cpu in float32, "
+        "Training: 3,696 parameters on 2 x cpu in float32, "
         f"steps {before + 1} to 50 (set by --steps), continuing the run in {tmp_path}\n"
     )
     assert [step for step, _ in losses(tmp_path)] == list(range(1, 51))
@@ -1203,7 +1203,7 @@ def test_on_a_terminal_all_lines_stay_and_the_progress_of_evaluations_is_replace
     ]
     first, *others = [row for row in rows if "  eta " not in row]
     assert first == (
-        "Training: 3,648 parameters on 1 x cpu in float32, "
+        "Training: 3,696 parameters on 1 x cpu in float32, "
         f"steps 1 to 100 (set by --steps), in {out}"
     )
     assert re.fullmatch(r"step 50  validation loss \d\.\d{4} over \d+ tokens", others[0])

@@ -389,7 +389,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(ranks, size):
         count, moments, model = result["wrong"]
         assert count == "1 optimizers in the checkpoint, 0 here"
         assert moments.startswith(
-            "optimizers.0.embedding.weight.momentum_buffer is missing in the checkpoint, (18, 16)"
+            "optimizers.0.look_back.momentum_buffer is missing in the checkpoint, (16, 3)"
         )
         assert model == "model.norm.bias is missing in the checkpoint, (16,) torch.float32 here"
 
