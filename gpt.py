@@ -43,18 +43,6 @@ class Config(NamedTuple):
     arch: str = "modern2"  # see ARCHS
 
 
-class Arch(NamedTuple):
-    """The settings in which architectures differ."""
-
-    norm: Callable[[int], Callable[[Tensor], Tensor]]  # width -> function or module
-    activation: Callable[[Tensor], Tensor]
-    rotary: bool  # True: rotary positions, normalised queries and keys. False: learned positions
-    bias: bool  # linear layers in the blocks have a bias
-    tied_head: bool  # the output layer shares the embedding's weights
-    zero_branches: bool  # Block.out and Block.down start as 0, so a block starts as the identity
-    look_back: int = 0  # number of earlier tokens that the convolution over the embeddings uses
-
-
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square over the last dimension, and keep its dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -71,7 +59,7 @@ def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
     Returns (2, count, half), first the cosines, with dtype and device of `like`.
     """
     rates = 10000.0 ** (-torch.arange(half, device=like.device) / half)
-    angles = torch.outer(torch.arange(start, start + count, device=like.device), rates)
+    angles = torch.outer(torch.arange(count, device=like.device) + start, rates)
     return torch.stack((angles.cos(), angles.sin())).to(like.dtype)
 
 
@@ -97,6 +85,19 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
 
+class Arch(NamedTuple):
+    """The settings in which architectures differ. The defaults are those of "modern"."""
+
+    # takes the width, and returns a function or a module
+    norm: Callable[[int], Callable[[Tensor], Tensor]] = lambda width: rms_norm
+    activation: Callable[[Tensor], Tensor] = relu_squared
+    rotary: bool = True  # False: learned positions, and queries and keys are not normalised
+    bias: bool = False  # linear layers in the blocks have a bias
+    tied_head: bool = False  # the output layer shares the embedding's weights
+    zero_branches: bool = True  # Block.out and Block.down start as 0, so a block as the identity
+    look_back: int = 0  # number of earlier tokens that the convolution over the embeddings uses
+
+
 ARCHS = {
     "gpt2": Arch(
         norm=nn.LayerNorm,
@@ -106,16 +107,9 @@ ARCHS = {
         tied_head=True,
         zero_branches=False,
     ),
-    "modern": Arch(
-        norm=lambda width: rms_norm,
-        activation=relu_squared,
-        rotary=True,
-        bias=False,
-        tied_head=False,
-        zero_branches=True,
-    ),
+    "modern": Arch(),
+    "modern2": Arch(look_back=3),
 }
-ARCHS["modern2"] = ARCHS["modern"]._replace(look_back=3)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -124,7 +118,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     q and the result: (B, H, T, D). k and v: (B, H, S, D).
     dropout: Pass 0.0 in evaluation.
     """
-    T, S = q.shape[2], k.shape[2]
+    T = q.shape[2]
+    S = k.shape[2]
     # For short bfloat16 sequences on a CPU, the backward pass of torch's kernel can be ten times
     # slower than the backward pass of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
@@ -224,9 +219,10 @@ class GPT(nn.Module):
         kind = tokens.device.type
         look_back = ARCHS[self.config.arch].look_back
         # The convolution also needs the tokens just before `start`.
-        x = e = self.embedding(tokens[:, max(0, start - look_back) :])
+        e = self.embedding(tokens[:, max(0, start - look_back) :])
+        x = e.clone()
         for i in range(1, look_back + 1):
-            x = x + F.pad(e * self.look_back[:, i - 1], (0, 0, i, 0))[:, :-i]  # shifted by i
+            x[:, i:] += e[:, :-i] * self.look_back[:, i - 1]
         x = x[:, -T:]
         if self.positions:
             x = x + self.positions.weight[start : start + T]
@@ -243,8 +239,7 @@ class GPT(nn.Module):
                 x = block(x, cos_sin, None if caches is None else caches[i])
         x = self.norm(x)
         if targets is None:
-            logits: Tensor = self.head(x if caches is None else x[:, -1:])
-            return logits
+            return self.head(x if caches is None else x[:, -1:])  # type: ignore[no-any-return]
         return self.cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
 
 
@@ -264,8 +259,7 @@ def build(
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
-    sizes = config[:5]
-    if min(sizes) < 1 or not 0 <= config.dropout < 1:
+    if min(config[:5]) < 1 or not 0 <= config.dropout < 1:
         raise ValueError(f"{config}: sizes must be at least 1, and dropout from 0 to below 1")
     # Rotary positions turn pairs of dimensions.
     if config.embd % (config.heads * (2 if ARCHS[config.arch].rotary else 1)):
@@ -383,12 +377,7 @@ def sample(
     start = 0
     context = torch.atleast_2d(prompt)[:, -config.block_size :].to(weight.device)
     caches = weight.new_zeros(
-        config.layers,
-        2,
-        len(context),
-        config.heads,
-        config.block_size,
-        config.embd // config.heads,
+        config.layers, 2, len(context), config.heads, config.block_size, config.embd // config.heads
     )
     while True:
         end = context.shape[1]
