@@ -95,7 +95,8 @@ class Arch(NamedTuple):
     bias: bool = False  # linear layers in the blocks have a bias
     tied_head: bool = False  # the output layer shares the embedding's weights
     zero_branches: bool = True  # Block.out and Block.down start as 0, so a block as the identity
-    look_back: int = 0  # number of earlier tokens that the convolution over the embeddings uses
+    # number of earlier tokens that the convolution over the embeddings uses; 0: no convolution
+    look_back: int = 0
 
 
 ARCHS = {
@@ -288,6 +289,7 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
     if weight.ndim > 1:
         arch = ARCHS[config.arch]
         std = 0.02
+        # modern2 trains in fewer steps with this, measured at 128 and 384 wide.
         if arch.look_back and name in ("embedding.weight", "look_back"):
             std = 0.1
         if name.endswith(("out.weight", "down.weight")):
