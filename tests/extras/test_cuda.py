@@ -1,0 +1,274 @@
+"""The CUDA branches, on a GPU, or without one on the emulated device in emulated_cuda/.
+
+The emulation proves nothing about CUDA's kernels, streams or speed. It runs every line of Python that a GPU would run,
+with tensors on "cuda" and collectives of "nccl", so it finds a tensor on the wrong device, a wait of the host, and a
+wrong result of the branches that read values one step late.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PYTHON, ROOT, Program, losses, same, torchrun
+from conftest import run as run_program
+
+import ckpt
+from extras import reader, sharded
+
+EMULATION = Path(__file__).parent / "emulated_cuda"
+SPAWN = [*PYTHON, "--spawn", "2"]
+TINY = (
+    "--layers 2 --heads 2 --embd 16 --block-size 16 --batch-size 8 --eval-tokens 1000 "
+    "--steps 6 --save-every 3 --eval-every 3 --keep 9 --log-every 1 --warmup 1 --no-compile"
+).split()
+
+
+@pytest.fixture(scope="session")
+def cuda(tmp_path_factory):
+    """Return the environment in which a new process has the device "cuda"."""
+    if torch.cuda.is_available():
+        return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    if torch.backends.cuda.is_built():
+        pytest.skip("a CUDA build of torch has its own device, and there is no GPU")
+    if not shutil.which("g++"):
+        pytest.skip("the emulated device needs g++")
+    library = tmp_path_factory.mktemp("emulated") / "emulated_cuda.so"
+    include = Path(torch.__file__).parent / "include"
+    folders = include, include / "torch/csrc/api/include", sysconfig.get_path("include")
+    compiler = "g++ -shared -fPIC -std=c++20 -O0 -w -DTORCH_EXTENSION_NAME=emulated_cuda".split()
+    subprocess.run(
+        [*compiler, *(f"-I{f}" for f in folders), EMULATION / "emulated_cuda.cpp", "-o", library],
+        check=True,
+    )
+    return {"PYTHONPATH": f"{EMULATION}", "EMULATED_CUDA": f"{library}"}
+
+
+def several_gpus(env):
+    """Skip a test that needs two GPUs."""
+    if "EMULATED_CUDA" not in env and torch.cuda.device_count() < 2:
+        pytest.skip("two ranks need two GPUs")
+
+
+def run(env, out, *flags, launcher=PYTHON):
+    ran = run_program(*TINY, "--out", out, *flags, launcher=launcher, env=env)
+    assert ran.code == 0, ran
+    assert "x cuda in" in ran.out, ran
+    return ran
+
+
+def saved_state(out):
+    """Return the newest checkpoint, in one file or sharded."""
+    found, _ = sharded.storage(ckpt, reader.read, False).newest(f"{out}")
+    return found.state
+
+
+def execute(env, code, seconds=300):
+    """Run a program that can import the modules."""
+    env = {**os.environ, **env}
+    env["PYTHONPATH"] = os.pathsep.join([f"{ROOT}", env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code] if isinstance(code, str) else [sys.executable, code]
+    known = {name: value for name, value in env.items() if value is not None}
+    return subprocess.run(command, env=known, capture_output=True, text=True, timeout=seconds)
+
+
+def printed(env, code):
+    """Run a program, and return what it printed."""
+    done = execute(env, code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "launcher, flags",
+    [
+        (PYTHON, "--dtype bfloat16"),
+        (PYTHON, "--dtype bfloat16 --optimizer adamw --arch gpt2 --checkpoint-activations"),
+        (PYTHON, "--dtype float16 --accum 2"),
+        (SPAWN, "--dtype bfloat16 --accum 2"),
+        (torchrun(2), "--dtype bfloat16 --strategy zero"),
+        (SPAWN, "--dtype float16 --strategy fsdp --accum 2"),
+        (SPAWN, "--dtype bfloat16 --strategy fsdp --checkpoint sharded"),
+    ],
+)
+def test_training_gives_the_losses_of_a_cpu_and_continues_exactly(tmp_path, cuda, launcher, flags):
+    flags = flags.split()
+    if launcher is not PYTHON:
+        several_gpus(cuda)
+    run(cuda, tmp_path / "whole", *flags, launcher=launcher)
+    on_cuda = losses(tmp_path / "whole")
+    (tmp_path / "half").mkdir()
+    for path in (tmp_path / "whole").glob("step-00000003-*"):
+        path.rename(tmp_path / "half" / path.name)
+    run(cuda, tmp_path / "half", *flags, launcher=launcher)
+    whole, half = (saved_state(tmp_path / name) for name in ("whole", "half"))
+    assert whole["step"] == half["step"] == 6 and same(whole, half)
+
+    host = ["--out", tmp_path / "cpu", "--device", "cpu", "--dtype", "float32"]
+    assert run_program(*TINY, *flags, *host, launcher=launcher).code == 0
+    expected = dict(losses(tmp_path / "cpu"))
+    assert len(expected) == 6
+    assert dict(on_cuda) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_stopped_run_saves_and_its_model_can_be_used_on_both_devices(tmp_path, cuda):
+    several_gpus(cuda)
+    flags = [*TINY, "--dtype", "bfloat16", "--steps", 1000, "--out", tmp_path / "out"]
+    with Program(*flags, launcher=SPAWN, env=cuda) as program:
+        program.read_lines(3)
+        program.process.send_signal(signal.SIGTERM)
+        ran = program.finish()
+    assert ran.code == 3 and "Stopped as asked after step" in ran.out, ran
+
+    def command(name, *flags):
+        ran = run_program(name, "--out", tmp_path / "out", *flags, env=cuda)
+        assert ran.code == 0, ran
+        return ran.out
+
+    text = command("sample", "--max-new-tokens", 40, "--temperature", 0, "--prompt", "The ")
+    on_cpu = command(
+        "sample", "--max-new-tokens", 40, "--temperature", 0, "--prompt", "The ", "--device", "cpu"
+    )
+    assert text == on_cpu and len(text) > 40
+    loss, on_cpu = (
+        float(re.search(r"loss (\S+)", command("eval", *flags))[1])
+        for flags in ([], ["--device", "cpu"])
+    )
+    assert loss == pytest.approx(on_cpu, rel=0.01)
+
+
+STEPS = """
+import json, sys, warnings
+from functools import partial
+import torch
+import gpt, loop
+from extras.muon import Muon
+
+config = gpt.Config(vocab=13, block_size=8, layers=2, heads=2, embd=16, dropout=0.1)
+model = gpt.build(config, seed=0).to("cuda")
+x = torch.randint(13, (4, 8), generator=torch.Generator().manual_seed(0))
+
+def optimizers(muon):
+    groups = gpt.parameter_groups(model)
+    matrices = groups.pop("matrices")
+    return [
+        torch.optim.AdamW([p for group in groups.values() for p in group], fused=True),
+        muon(matrices, adjust_lr_fn="match_rms_adamw"),
+    ]
+"""
+
+WAITS = """
+def waits(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        call()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
+
+steps = lambda: ([([(x, x), (x, x)], 64)] * 7)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    for muon in (Muon, torch.optim.Muon):
+        training = loop.train_(
+            model, optimizers(muon), steps(), gpt.loss, clip=1.0, dtype=dtype, scaler=scaler,
+            lr_at=partial(loop.linear, total=7, warmup_steps=2)
+        )
+        next(training)  # The optimizers have no state yet, so this step waits.
+        print(waits(lambda: [next(training) for _ in range(5)]) / 5, end=" ")
+    print(waits(lambda: loop.evaluate(model, [(x, x)] * 5, gpt.loss, dtype)))
+"""
+
+
+def test_the_host_waits_only_where_the_docstrings_say_so(cuda):
+    """A step with fused AdamW and the fast Muon does not wait, one with torch's Muon does once, and an evaluation waits
+    once, for its result.
+    """
+    assert printed(cuda, STEPS + WAITS).split() == ["0.0", "1.0", "1"] * 3
+
+
+LATE = """
+def batches(bad):
+    for step in range(1, 9):
+        yield [(x, step in bad)], 32
+
+def loss_fn(model, batch):
+    (x, bad) = batch
+    loss, count = gpt.loss(model, (x, x))
+    return loss * (torch.nan if bad else 1), count
+
+asked = iter([False, False, True] + [False] * 9)
+stops = [
+    report.stop
+    for _, report in loop.train_(
+        model, optimizers(Muon), batches([]), loss_fn, stop=lambda: next(asked)
+    )
+]
+weights = []
+try:
+    for step, report in loop.train_(model, optimizers(Muon), batches([3, 5, 6]), loss_fn, patience=2):
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        skipped = float(report.skipped)
+except loop.Diverged as error:
+    message = str(error)
+equal = [torch.equal(a, b) for a, b in zip(weights, weights[1:])]
+print(json.dumps([stops, equal, skipped, step, message]))
+"""
+
+
+def test_stop_and_divergence_are_noticed_one_step_later_and_a_bad_step_changes_nothing(cuda):
+    stops, equal, skipped, step, message = json.loads(printed(cuda, STEPS + LATE))
+    assert stops == [False] * 3 + [True] + [False] * 4
+    # Step 3 is bad, 4 is good, 5 and 6 are bad. Step 7 would be good, but finds out.
+    assert equal == [False, True, False, True, True] and skipped == 3 and step == 6
+    assert "2 times in a row, up to step 6;" in message
+
+
+MISTAKE = """
+import torch
+try:
+    torch.ones(3, device="cuda") + torch.ones(3)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_the_device_refuses_tensors_of_the_host(cuda):
+    assert "Expected all tensors to be on the same device" in printed(cuda, MISTAKE)
+
+
+HANG = """
+import sys, time
+import torch, torch.distributed as dist
+import ddp_setup
+
+def main():
+    with ddp_setup.process_group(timeout=3) as world:
+        assert dist.get_backend() == "nccl" and world.device.type == "cuda"
+        assert ddp_setup.any_rank(world.rank == 1, world)
+        if world.rank == 1:
+            time.sleep(60)
+        dist.all_reduce(torch.ones(1, device=world.device))
+        torch.cuda.synchronize()
+
+if __name__ == "__main__":
+    sys.exit(ddp_setup.spawn(main, 2))
+"""
+
+
+def test_with_nccl_one_line_says_where_each_rank_waits(tmp_path, cuda):
+    several_gpus(cuda)
+    (tmp_path / "hang.py").write_text(HANG)
+    done = execute(cuda, tmp_path / "hang.py", 100)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error")]
+    # With NCCL, the host waits in line 13, and with gloo, which the emulation uses, in line 12.
+    places = r"rank 0 at hang.py:1[23], rank 1 at hang.py:11"
+    assert re.fullmatch(f"Error: no progress for 3 s: {places}", line), done.stderr
+    assert done.returncode == 1
