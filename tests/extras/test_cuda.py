@@ -212,23 +212,26 @@ stops = [
     )
 ]
 weights = []
+used = optimizers(Muon)
 try:
-    for step, report in loop.train_(model, optimizers(Muon), batches([3, 5, 6]), loss_fn, patience=2):
+    for step, report in loop.train_(model, used, batches([3, 5, 6]), loss_fn, patience=2):
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         skipped = float(report.skipped)
 except loop.Diverged as error:
     message = str(error)
 equal = [torch.equal(a, b) for a, b in zip(weights, weights[1:])]
-print(json.dumps([stops, equal, skipped, step, message]))
+skip_later = [hasattr(optimizer, "found_inf") for optimizer in used]
+print(json.dumps([stops, equal, skipped, step, message, skip_later]))
 """
 
 
 def test_stop_and_divergence_are_noticed_one_step_later_and_a_bad_step_changes_nothing(cuda):
-    stops, equal, skipped, step, message = json.loads(printed(cuda, STEPS + LATE))
+    stops, equal, skipped, step, message, skip_later = json.loads(printed(cuda, STEPS + LATE))
     assert stops == [False] * 3 + [True] + [False] * 4
     # Step 3 is bad, 4 is good, 5 and 6 are bad. Step 7 would be good, but finds out.
     assert equal == [False, True, False, True, True] and skipped == 3 and step == 6
     assert "2 times in a row, up to step 6;" in message
+    assert skip_later == [False, False]
 
 
 MISTAKE = """
