@@ -1,8 +1,8 @@
 """The CUDA branches, on a GPU, or without one on the emulated device in emulated_cuda/.
 
-The emulation proves nothing about CUDA's kernels, streams or speed. It runs every line of Python that a GPU would run,
-with tensors on "cuda" and collectives of "nccl", so it finds a tensor on the wrong device, a wait of the host, and a
-wrong result of the branches that read values one step late.
+The emulation proves nothing about CUDA's kernels, streams or speed, and does not compile. But the same Python code runs
+as on a GPU, with tensors on "cuda" and collectives of "nccl". So these tests find a tensor on the wrong device, a wait of
+the host, and a wrong result of the branches that read values one step late.
 """
 
 import json

@@ -253,6 +253,18 @@ bool takes_both_devices(const std::string& name) {
       name.rfind("aten::_index_put", 0) == 0 || name == "aten::_foreach_copy_";
 }
 
+// Replace a tensor, or each tensor of a list, by move(tensor).
+template <typename Move>
+void replace_tensors(IValue& value, Move move) {
+  if (value.isTensor()) {
+    value = move(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (auto& tensor : value.toTensorVector()) list.push_back(move(tensor));
+    value = list;
+  }
+}
+
 // Run the CPU kernel of any operation.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.schema().name();
@@ -261,13 +273,8 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call;
   for (size_t i = begin; i < stack->size(); i++) {
     IValue& value = (*stack)[i];
-    if (value.isTensor()) {
-      value = call.to_cpu(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (auto& tensor : value.toTensorVector()) list.push_back(call.to_cpu(tensor));
-      value = list;
-    } else if (value.isOptionalTensorList()) {
+    replace_tensors(value, [&](const Tensor& tensor) { return call.to_cpu(tensor); });
+    if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
       for (std::optional<Tensor> tensor : value.toOptionalTensorVector())
         list.push_back(tensor ? std::optional(call.to_cpu(*tensor)) : std::nullopt);
@@ -285,13 +292,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call.update_arguments();
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++) {
     IValue& value = (*stack)[i];
-    if (value.isTensor()) {
-      value = call.to_cuda(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (auto& tensor : value.toTensorVector()) list.push_back(call.to_cuda(tensor));
-      value = list;
-    }
+    replace_tensors(value, [&](const Tensor& tensor) { return call.to_cuda(tensor); });
   }
 }
 
