@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
-import importlib.util
+import importlib
 import json
 import math
 import multiprocessing
@@ -45,17 +45,17 @@ T = TypeVar("T")
 Values = dict[str, Any]  # values by name, for example a checkpoint
 
 
-def lazy_import(name: str) -> ModuleType:
-    """Return a module that is imported only when it is first used, so --help is fast."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.loader is None:
-        sys.exit(f"Error: there is no module {name}; install torch, and keep the modules together")
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class LazyModule(ModuleType):
+    """A module that is imported when it is first used, so --help is fast.
+
+    importlib.util.LazyLoader could not load torch in Python 3.12.3 (CPython issue 117178).
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(importlib.import_module(self.__name__), name)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(f"{error}; install torch, and keep the modules together")
 
 
 def extra(name: str) -> ModuleType:
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     import loop
 else:
     names = "ddp_setup torch chardata gpt loop ckpt"
-    ddp_setup, torch, chardata, gpt, loop, ckpt = map(lazy_import, names.split())
+    ddp_setup, torch, chardata, gpt, loop, ckpt = map(LazyModule, names.split())
 
 __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is Ctrl-C
@@ -436,11 +436,12 @@ def train(flags: Flags, given: set[str]) -> int:
 
 def open_storage(out: str, write_sharded: bool = False) -> Any:
     """Return ckpt.py, or an extra with the same functions for URLs and sharded checkpoints."""
+    core = importlib.import_module("ckpt")  # The extras need the names that are in it.
     if "://" in out:
-        return extra("remote").storage(ckpt, write_sharded)
-    if write_sharded or any(not e.name.endswith(".pt") for e in ckpt.list_checkpoints(out)):
-        return extra("sharded").storage(ckpt, extra("reader").read, write_sharded)
-    return ckpt
+        return extra("remote").storage(core, write_sharded)
+    if write_sharded or any(not e.name.endswith(".pt") for e in core.list_checkpoints(out)):
+        return extra("sharded").storage(core, extra("reader").read, write_sharded)
+    return core
 
 
 def find_checkpoint(out: str, storage: ModuleType) -> Values:

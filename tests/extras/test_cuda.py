@@ -25,6 +25,7 @@ from extras import reader, sharded
 
 EMULATION = Path(__file__).parent / "emulated_cuda"
 SPAWN = [*PYTHON, "--spawn", "2"]
+ONE_GPU = [sys.executable, f"{Path(__file__).parent}/one_gpu.py", "2", "run.py"]
 TINY = (
     "--layers 2 --heads 2 --embd 16 --block-size 16 --batch-size 8 --eval-tokens 1000 "
     "--steps 6 --save-every 3 --eval-every 3 --keep 9 --log-every 1 --warmup 1 --no-compile"
@@ -54,10 +55,11 @@ def cuda(tmp_path_factory):
     return {"PYTHONPATH": f"{EMULATION}", "EMULATED_CUDA": f"{library}"}
 
 
-def several_gpus(env):
-    """Skip a test that needs two GPUs."""
-    if "EMULATED_CUDA" not in env and torch.cuda.device_count() < 2:
-        pytest.skip("two ranks need two GPUs")
+def two_ranks(env, launcher=SPAWN):
+    """Return the launcher, or if there is only one GPU, one whose ranks share it."""
+    if "EMULATED_CUDA" in env or torch.cuda.device_count() > 1:
+        return launcher
+    return ONE_GPU
 
 
 def run(env, out, *flags, launcher=PYTHON):
@@ -73,11 +75,13 @@ def saved_state(out):
     return found.state
 
 
-def execute(env, code, seconds=300):
+def execute(env, code, seconds=300, launcher=()):
     """Run a program that can import the modules."""
     env = {**os.environ, **env}
     env["PYTHONPATH"] = os.pathsep.join([f"{ROOT}", env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code] if isinstance(code, str) else [sys.executable, code]
+    command = (
+        [sys.executable, "-c", code] if isinstance(code, str) else [sys.executable, *launcher, code]
+    )
     known = {name: value for name, value in env.items() if value is not None}
     return subprocess.run(command, env=known, capture_output=True, text=True, timeout=seconds)
 
@@ -104,7 +108,7 @@ def printed(env, code):
 def test_training_gives_the_losses_of_a_cpu_and_continues_exactly(tmp_path, cuda, launcher, flags):
     flags = flags.split()
     if launcher is not PYTHON:
-        several_gpus(cuda)
+        launcher = two_ranks(cuda, launcher)
     run(cuda, tmp_path / "whole", *flags, launcher=launcher)
     on_cuda = losses(tmp_path / "whole")
     (tmp_path / "half").mkdir()
@@ -122,9 +126,8 @@ def test_training_gives_the_losses_of_a_cpu_and_continues_exactly(tmp_path, cuda
 
 
 def test_a_stopped_run_saves_and_its_model_can_be_used_on_both_devices(tmp_path, cuda):
-    several_gpus(cuda)
     flags = [*TINY, "--dtype", "bfloat16", "--steps", 1000, "--out", tmp_path / "out"]
-    with Program(*flags, launcher=SPAWN, env=cuda) as program:
+    with Program(*flags, launcher=two_ranks(cuda), env=cuda) as program:
         program.read_lines(3)
         program.process.send_signal(signal.SIGTERM)
         ran = program.finish()
@@ -251,7 +254,7 @@ def test_the_device_refuses_tensors_of_the_host(cuda):
 
 
 HANG = """
-import sys, time
+import os, sys, time
 import torch, torch.distributed as dist
 import ddp_setup
 
@@ -265,14 +268,14 @@ def main():
         torch.cuda.synchronize()
 
 if __name__ == "__main__":
-    sys.exit(ddp_setup.spawn(main, 2))
+    sys.exit(main() if "RANK" in os.environ else ddp_setup.spawn(main, 2))
 """
 
 
 def test_with_nccl_one_line_says_where_each_rank_waits(tmp_path, cuda):
-    several_gpus(cuda)
     (tmp_path / "hang.py").write_text(HANG)
-    done = execute(cuda, tmp_path / "hang.py", 100)
+    launcher = two_ranks(cuda, [sys.executable, "run.py"])
+    done = execute(cuda, tmp_path / "hang.py", 100, launcher[1:-1])
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error")]
     # With NCCL, the host waits in line 13, and with gloo, which the emulation uses, in line 12.
     places = r"rank 0 at hang.py:1[23], rank 1 at hang.py:11"
