@@ -171,6 +171,25 @@ class Block(nn.Module):
         return x + F.dropout(y, self.dropout, self.training)
 
 
+def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
+    """Return the input (B, T, C) of the first block. The arguments are those of GPT.forward."""
+    config, kind = model.config, tokens.device.type
+    # The convolution also needs the tokens just before `start`. Before the first token are zeros.
+    look_back = ARCHS[config.arch].look_back
+    first = max(0, start - look_back)
+    e = F.pad(model.embedding(tokens[:, first:]), (0, 0, first + look_back - start, 0))
+    x = e[:, look_back:]
+    for i in range(1, look_back + 1):
+        x = x + e[:, look_back - i : -i] * model.look_back[:, i - 1]
+    if model.positions:
+        x = x + model.positions.weight[start : tokens.shape[1]]
+    x = F.dropout(x, config.dropout, model.training)
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+        # Autocast would keep the residual stream in float32, which takes twice the memory.
+        x = x.bfloat16()
+    return x
+
+
 class GPT(nn.Module):
     """A decoder-only transformer. Use `build`: the constructor does not initialise embeddings."""
 
@@ -184,7 +203,7 @@ class GPT(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
-        self.cross_entropy = cross_entropy
+        self.embed, self.cross_entropy = embed, cross_entropy  # compile_ replaces them
         self.checkpoint_activations = checkpoint_activations
         # nn.Embedding(V, C) would call normal_, whose first call on "meta" takes one second.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
@@ -217,20 +236,7 @@ class GPT(nn.Module):
         start: at most S - 1. Without caches, it must be 0. This is not checked.
         """
         T = tokens.shape[1] - start
-        kind = tokens.device.type
-        look_back = ARCHS[self.config.arch].look_back
-        # The convolution also needs the tokens just before `start`.
-        e = self.embedding(tokens[:, max(0, start - look_back) :])
-        x = e.clone()
-        for i in range(1, look_back + 1):
-            x[:, i:] += e[:, :-i] * self.look_back[:, i - 1]
-        x = x[:, -T:]
-        if self.positions:
-            x = x + self.positions.weight[start : start + T]
-        x = F.dropout(x, self.config.dropout, self.training)
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-            # Autocast would keep the residual stream in float32, which takes twice the memory.
-            x = x.bfloat16()
+        x = self.embed(self, tokens, start)
         # gpt2 does not use this.
         cos_sin = rope(start, T, self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
@@ -312,7 +318,10 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def compile_(model: GPT) -> None:
-    """Compile each block in place with torch.compile. The names of the parameters do not change.
+    """Compile the parts of the model in place: embedding, each block, and loss.
+
+    The names of the parameters do not change. As each block is compiled alone, DDP can send its
+    gradients during the rest of the backward pass.
 
     Two settings of torch._dynamo change for the whole process. Do not sample from a compiled model:
     it would be compiled again for each length.
@@ -323,8 +332,10 @@ def compile_(model: GPT) -> None:
     config.recompile_limit = max(64, config.recompile_limit)
     # Under DistributedDataParallel, torch would cut large graphs into pieces.
     config.optimize_ddp = False
+    # By default, torch would make a graph for dynamic shapes at the second shape.
+    static = partial(torch.compile, dynamic=False)
+    model.embed, model.cross_entropy = static(model.embed), static(model.cross_entropy)
     for block in model.blocks:
-        # By default, torch would make a graph for dynamic shapes at the second shape.
         block.compile(dynamic=False)
 
 

@@ -18,6 +18,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -266,6 +267,9 @@ def train(flags: Flags, given: set[str]) -> int:
         model = build_model(config, seed, flags.checkpoint_activations)
         if should_compile(flags.compile, world.device, tokens_at(total) * flops_per_token):
             gpt.compile_(model)
+            # Triton would log its whole program before it raises an error.
+            triton = logging.getLogger("torch._inductor.runtime.triton_heuristics")
+            triton.setLevel(logging.CRITICAL)
         if flags.strategy == "ddp":
             replica = ddp_setup.replicate(model, world)
         else:

@@ -2,6 +2,7 @@
 model.
 """
 
+import copy
 import math
 import shutil
 import subprocess
@@ -424,11 +425,9 @@ def test_flops_equal_what_torch_counts_in_forward_and_backward(arch, config):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Let Module.compile only count the graphs that it makes; return the counter."""
-    counter, compile_module = CompileCounter(), nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda module, **more: compile_module(module, backend=counter, **more)
-    )
+    """Let torch.compile only count the graphs that it makes; return the counter."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     torch._dynamo.reset()
     yield counter
     torch._dynamo.reset()
@@ -441,7 +440,7 @@ def test_more_than_eight_shapes_are_compiled(compiled):
         gpt.compile_(model)
         for length in range(2, 12):
             model(random_tokens(1, length))
-    assert compiled.frame_count == 10
+    assert compiled.frame_count == 2 * 10  # the embedding and the block
 
 
 def test_a_block_is_one_graph_under_ddp_too(compiled):
@@ -451,10 +450,10 @@ def test_a_block_is_one_graph_under_ddp_too(compiled):
     try:
         with torch._dynamo.config.patch(optimize_ddp=True):
             gpt.compile_(model)
-            nn.parallel.DistributedDataParallel(model)(random_tokens(1, 8))
+            gpt.loss(nn.parallel.DistributedDataParallel(model), [random_tokens(1, 8)] * 2)
     finally:
         dist.destroy_process_group()
-    assert compiled.frame_count == 1
+    assert compiled.frame_count == 3  # the embedding, the block and the loss
 
 
 @pytest.mark.parametrize("arch", gpt.ARCHS)
@@ -524,6 +523,18 @@ def test_each_block_is_compiled_alone():
     gpt.compile_(model)
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     assert compiled == [*model.blocks]
+
+
+def test_a_copy_of_a_compiled_model_uses_its_own_weights(compiled):
+    model = gpt.build(SMALL, seed=0).eval()
+    gpt.compile_(model)
+    tokens = random_tokens(2, 8)
+    before = model(tokens)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(other(tokens), before) and not model(tokens).any()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch raises it on import

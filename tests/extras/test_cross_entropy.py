@@ -39,6 +39,22 @@ def test_cross_entropy_in_parts_gives_the_same_loss_and_gradients(parts):
     )
 
 
+@pytest.mark.filterwarnings("ignore")  # torch raises it on import
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compiled_parts_give_the_gradients_of_parts_that_are_not_compiled(dtype):
+    """torch 2.11 loses changes in place in the forward method of an autograd.Function."""
+    in_parts = partial(cross_entropy, max_logits=31 * 30)  # 30, 30, 30 and 10 rows
+    torch.manual_seed(0)
+    x, weight = torch.randn(100, 8).to(dtype).requires_grad_(), torch.randn(31, 8).requires_grad_()
+    targets = torch.randint(31, (100,))
+    results = []
+    for function in (in_parts, torch.compile(in_parts, backend="aot_eager", dynamic=False)):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = function(x, weight, targets)
+        results.append((loss, *torch.autograd.grad(loss, (x, weight))))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.fixture
 def rows(monkeypatch):
     """Return a list to which each call of F.cross_entropy appends its number of rows."""
