@@ -941,6 +941,8 @@ def main() -> None:
         # rounds, training is up to seven times slower if another program uses a core, and not
         # faster if none does.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # When a rank is lost, NCCL's part of torch would log pages before the error of one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
     # In an import of torch, KeyboardInterrupt can get lost or leave torch incomplete. train and

@@ -754,15 +754,13 @@ def gpu_speed(gpu: Gpu) -> Iterator[Row]:
     peak, source = machine.peak_flops(DEVICE, dtype)
     yield row("matrix product", matmul_rate(dtype) / 1e12, "TFLOP/s", source, peak / 1e12)
     step = partial(toolkit_step, shape, dtype)
+    muon = "extras/muon" if (ROOT / "extras/muon.py").exists() else "muon"
     ours = {
         "gpt2, adamw": step(arch="gpt2"),
         "gpt2, adamw, compiled": step(True, arch="gpt2"),
         "modern2, adamw, compiled": step(True),
-        "modern2, muon": step(optimizer="muon"),
-        "modern2, muon, compiled": step(True, optimizer="muon"),
+        "modern2, muon, compiled": step(True, optimizer=muon),
     }
-    if (ROOT / "extras/muon.py").exists():
-        ours["modern2, extras/muon, compiled"] = step(True, optimizer="extras/muon")
     if gpu.tiny or machine.device_memory(DEVICE) > 6e10:
         ours["gpt2, adamw, compiled, all logits at once"] = step(
             True, arch="gpt2", cross_entropy=gpt.cross_entropy
@@ -775,7 +773,7 @@ def gpu_speed(gpu: Gpu) -> Iterator[Row]:
         note("no comparison with nanoGPT: name a checkout with --nanogpt")
     # Four steps per call: the device must not wait for the host at each step.
     calls = {name: partial(repeat_call, one, 4) for name, one in (ours | theirs).items()}
-    seconds = medians(calls, 0.0 if gpu.tiny else 40.0, 1 if gpu.tiny else 5)
+    seconds = medians(calls, 0.0 if gpu.tiny else 20.0, 1 if gpu.tiny else 5)
     rate = {name: 4 * shape.T * shape.B / taken for name, taken in seconds.items()}
     flops = gpt.flops_per_token(make_model(shape)[0].config)
     for name in rate:
