@@ -989,9 +989,9 @@ def gpu_quality(gpu: Gpu) -> Iterator[Row]:
     sizes = {"layers": 6, "heads": 6, "embd": 384, "block-size": 256, "batch-size": 64}
     if gpu.tiny:
         sizes = {"layers": 2, "heads": 2, "embd": 32, "block-size": 32, "batch-size": 8}
-    for steps in (4,) if gpu.tiny else (300, 600, 1200, 2400):
+    for steps in (4,) if gpu.tiny else (500, 1000, 2000):
         settings = {**sizes, "steps": steps, "eval-every": max(1, steps // 8), "data": gpu.data}
-        settings |= {"dropout": 0.2, "lr": 3e-3, "eval-tokens": 0, "epochs": 1000}
+        settings |= {"dropout": 0.2, "eval-tokens": 0, "epochs": 1000}
         with tempfile.TemporaryDirectory() as out:
             command = [sys.executable, "run.py", "--out", out]
             command += [f"--{flag}={value}" for flag, value in settings.items()]

@@ -885,8 +885,8 @@ def test_dtype_auto_is_bfloat16_only_with_hardware_support(monkeypatch):
 def test_the_decision_to_compile_counts_the_operations_of_the_whole_run(
     monkeypatch, text, tmp_path
 ):
-    def stop(flag, device, flops):
-        raise ValueError(f"{flops} operations")
+    def stop(flag, device, steps, flops):
+        raise ValueError(f"{steps} steps, {flops} operations")
 
     monkeypatch.setattr(program_module, "should_compile", stop)
     sizes = {"layers": 1, "heads": 2, "embd": 16, "block_size": 16, "batch_size": 8}
@@ -895,32 +895,34 @@ def test_the_decision_to_compile_counts_the_operations_of_the_whole_run(
         program_module.train(flags, {"steps"})
     vocab = len({*text.read_text()})
     per_token = gpt.flops_per_token(gpt.Config(vocab, 16, 1, 2, 16))
-    assert info.value.message == f"{7 * 8 * 16 * per_token} operations"
+    assert info.value.message == f"7 steps, {7 * 8 * 16 * per_token} operations"
 
 
-def test_long_runs_and_runs_on_cuda_are_compiled_if_there_is_a_compiler(monkeypatch, tmp_path):
-    should_compile, cpu, cuda = (
-        program_module.should_compile,
-        torch.device("cpu"),
-        torch.device("cuda"),
-    )
-    long, short = 1e14, 1e13
+def test_long_runs_are_compiled_if_there_is_a_compiler(monkeypatch, tmp_path):
+    long = {"cpu": [(9, 1e14)], "cuda": [(1001, 1e9), (9, 2e16)]}  # steps and operations
+    short = {"cpu": [(9999, 1e13)], "cuda": [(1000, 1e15)], "mps": [(9999, 1e20)]}
+
+    def compiled(cases, flag=None):
+        return {
+            program_module.should_compile(flag, torch.device(device), *case)
+            for device, several in cases.items()
+            for case in several
+        }
+
     for name in ("CXX", "CC"):  # of the CPU and, for Triton, of CUDA
         monkeypatch.setenv(name, sys.executable)  # any program that exists
-    assert [should_compile(None, cpu, flops) for flops in (short, long)] == [False, True]
-    assert should_compile(None, cuda, short) and should_compile(True, cpu, short)
-    assert not should_compile(False, cuda, long)
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert not should_compile(None, cpu, long) and should_compile(None, cuda, long)
-    monkeypatch.setenv("CC", str(tmp_path / "none"))
-    assert not should_compile(None, cuda, long)
-    for name in ("CXX", "CC"):
-        monkeypatch.setenv(name, sys.executable)
+    assert compiled(long) == compiled(short, flag=True) == {True}
+    assert compiled(short) == compiled(long, flag=False) == {False}
+    for device, name in (("cpu", "CXX"), ("cuda", "CC")):
+        with monkeypatch.context() as change:
+            change.setenv(name, str(tmp_path / "none"))
+            for other, cases in long.items():
+                assert compiled({other: cases}) == {other != device}
     monkeypatch.setattr("sysconfig.get_path", lambda name: f"{tmp_path}/{name}")
     (tmp_path / "include").mkdir()
-    assert not should_compile(None, cpu, long) and not should_compile(None, cuda, long)
+    assert compiled(long) == {False}
     (tmp_path / "include" / "Python.h").touch()
-    assert should_compile(None, cpu, long) and should_compile(None, cuda, long)
+    assert compiled(long) == {True}
 
 
 # --- sample and eval ---
