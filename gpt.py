@@ -172,12 +172,11 @@ class Block(nn.Module):
 
 
 def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
-    """Return the input (B, T, C) of the first block. The arguments are those of GPT.forward."""
+    """Return the input (B, T, C) of the first block. tokens and start: see GPT.forward."""
     config, kind = model.config, tokens.device.type
-    # The convolution also needs the tokens just before `start`. Before the first token are zeros.
     look_back = ARCHS[config.arch].look_back
-    first = max(0, start - look_back)
-    e = F.pad(model.embedding(tokens[:, first:]), (0, 0, first + look_back - start, 0))
+    # Zeros stand for the tokens before the first one.
+    e = F.pad(model.embedding(tokens), (0, 0, look_back, 0))[:, start:]
     x = e[:, look_back:]
     for i in range(1, look_back + 1):
         x = x + e[:, look_back - i : -i] * model.look_back[:, i - 1]
@@ -235,10 +234,9 @@ class GPT(nn.Module):
             the last token, (B, 1, V).
         start: at most S - 1. Without caches, it must be 0. This is not checked.
         """
-        T = tokens.shape[1] - start
         x = self.embed(self, tokens, start)
         # gpt2 does not use this.
-        cos_sin = rope(start, T, self.config.embd // self.config.heads // 2, x)
+        cos_sin = rope(start, x.shape[1], self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
             if self.checkpoint_activations and self.training:
                 x = checkpoint(block, x, cos_sin, use_reentrant=False)
@@ -324,7 +322,7 @@ def compile_(model: GPT) -> None:
     gradients during the rest of the backward pass.
 
     Two settings of torch._dynamo change for the whole process. Do not sample from a compiled model:
-    it would be compiled again for each length.
+    it would be compiled again for each length. It cannot be pickled: save its state_dict().
     """
     config = torch._dynamo.config
     # By default, torch compiles for 8 shapes and runs others uncompiled. Compiled and uncompiled

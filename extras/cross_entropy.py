@@ -76,9 +76,9 @@ class CrossEntropyInParts(torch.autograd.Function):
         for part, y in zip(x.split(rows), targets.split(rows)):
             (x_grad, part_grad), value = gradients_and_loss(part, weight, y)
             x_grads.append(x_grad)
-            # torch.compile of torch 2.11 would lose an addition in place.
-            weight_grad = weight_grad + part_grad
+            weight_grad += part_grad
             del part_grad  # It is as large as the weight, and would stay during the next part.
+            # Not in place: torch.compile of torch 2.11 would then compute wrong gradients.
             loss = loss + value
         ctx.save_for_backward(torch.cat(x_grads), weight_grad)
         return loss

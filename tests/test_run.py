@@ -898,31 +898,32 @@ def test_the_decision_to_compile_counts_the_operations_of_the_whole_run(
     assert info.value.message == f"7 steps, {7 * 8 * 16 * per_token} operations"
 
 
-def test_long_runs_are_compiled_if_there_is_a_compiler(monkeypatch, tmp_path):
-    long = {"cpu": [(9, 1e14)], "cuda": [(1001, 1e9), (9, 2e16)]}  # steps and operations
-    short = {"cpu": [(9999, 1e13)], "cuda": [(1000, 1e15)], "mps": [(9999, 1e20)]}
+@pytest.mark.parametrize(
+    "device, compiler, steps, flops, expected",
+    [
+        ("cpu", "CXX", 9999, 1e13, False),
+        ("cpu", "CXX", 9, 1e14, True),
+        ("cuda", "CC", 1000, 1e15, False),
+        ("cuda", "CC", 1001, 1e9, True),
+        ("cuda", "CC", 9, 2e16, True),
+        ("mps", "CXX", 9999, 1e20, False),
+    ],
+)
+def test_long_runs_are_compiled_if_there_is_a_compiler(
+    monkeypatch, tmp_path, device, compiler, steps, flops, expected
+):
+    def should_compile(flag=None):
+        return program_module.should_compile(flag, torch.device(device), steps, flops)
 
-    def compiled(cases, flag=None):
-        return {
-            program_module.should_compile(flag, torch.device(device), *case)
-            for device, several in cases.items()
-            for case in several
-        }
-
-    for name in ("CXX", "CC"):  # of the CPU and, for Triton, of CUDA
-        monkeypatch.setenv(name, sys.executable)  # any program that exists
-    assert compiled(long) == compiled(short, flag=True) == {True}
-    assert compiled(short) == compiled(long, flag=False) == {False}
-    for device, name in (("cpu", "CXX"), ("cuda", "CC")):
-        with monkeypatch.context() as change:
-            change.setenv(name, str(tmp_path / "none"))
-            for other, cases in long.items():
-                assert compiled({other: cases}) == {other != device}
     monkeypatch.setattr("sysconfig.get_path", lambda name: f"{tmp_path}/{name}")
     (tmp_path / "include").mkdir()
-    assert compiled(long) == {False}
+    monkeypatch.setenv(compiler, sys.executable)  # any program that exists
+    assert not should_compile()  # Python.h is missing
     (tmp_path / "include" / "Python.h").touch()
-    assert compiled(long) == {True}
+    assert should_compile() == expected
+    assert should_compile(True) and not should_compile(False)
+    monkeypatch.setenv(compiler, str(tmp_path / "none"))
+    assert not should_compile()
 
 
 # --- sample and eval ---

@@ -153,6 +153,16 @@ def test_a_stopped_run_saves_and_its_model_can_be_used_on_both_devices(tmp_path,
     assert loss == pytest.approx(on_cpu, rel=0.01)
 
 
+def test_if_a_rank_is_killed_the_other_ends_with_one_line(tmp_path, cuda):
+    flags = [*TINY, "--dtype", "bfloat16", "--steps", 1000, "--out", tmp_path / "out"]
+    with Program(*flags, launcher=two_ranks(cuda), env=cuda) as program:
+        program.read_lines(3)
+        os.kill(program.family("spawn_main" if program.children() else "NCCL_HOSTID=1")[-1], 9)
+        ran = program.finish()
+    assert re.fullmatch("Error: .*rank 1 .*(killed by SIGKILL|connection lost).*\n", ran.err), ran
+    assert ran.code in (1, 9)  # one_gpu.py ends with the code of the rank that was killed
+
+
 STEPS = """
 import json, sys, warnings
 from functools import partial
@@ -277,8 +287,8 @@ if __name__ == "__main__":
 
 def test_with_nccl_one_line_says_where_each_rank_waits(tmp_path, cuda):
     (tmp_path / "hang.py").write_text(HANG)
-    launcher = two_ranks(cuda, [sys.executable, "run.py"])
-    done = execute(cuda, tmp_path / "hang.py", 100, launcher[1:-1])
+    launcher = ONE_GPU[1:-1] if two_ranks(cuda) is ONE_GPU else []
+    done = execute(cuda, tmp_path / "hang.py", 100, launcher)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error")]
     # With NCCL, the host waits in line 13, and with gloo, which the emulation uses, in line 12.
     # Line 16 has called main() if the ranks share a GPU.
