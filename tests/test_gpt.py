@@ -389,6 +389,12 @@ def test_an_impossible_config_is_an_error_that_names_the_values(changes, message
         gpt.build(SMALL._replace(**changes), seed=0)
 
 
+def test_the_heads_of_gpt2_can_have_an_odd_width():
+    tokens = random_tokens(2, 8)
+    logits = gpt.build(SMALL._replace(heads=16, arch="gpt2"), seed=0)(tokens)
+    assert logits.shape == (2, 8, SMALL.vocab)
+
+
 # ---------------------------------------------------------------------------------- loss and FLOPs
 
 
