@@ -767,6 +767,12 @@ def test_if_one_rank_asks_to_stop_all_reports_of_this_step_say_so(ranks, size):
     ] * size
 
 
+def test_nobody_asks_to_stop_by_default():
+    model = mlp()
+    training = loop.train_(model, [sgd(model)], [([(X[:1], Y[:1])], 1)] * 2, squares)
+    assert [report.stop for _, report in training] == [False, False]
+
+
 @SIZES
 def test_resume_with_dropout_gives_bitwise_equal_weights(ranks, size):
     for result in ranks(size):
