@@ -440,7 +440,8 @@ def train(flags: Flags, given: set[str]) -> int:
 
 def open_storage(out: str, write_sharded: bool = False) -> Any:
     """Return ckpt.py, or an extra with the same functions for URLs and sharded checkpoints."""
-    core = sys.modules[ckpt.newest.__module__]  # The extras use vars(), which needs the module.
+    # The extras call vars(), so they need the module itself, and not the LazyModule.
+    core = sys.modules[ckpt.newest.__module__]
     if "://" in out:
         return extra("remote").storage(core, write_sharded)
     if write_sharded or any(not e.name.endswith(".pt") for e in core.list_checkpoints(out)):

@@ -754,12 +754,11 @@ def gpu_speed(gpu: Gpu) -> Iterator[Row]:
     peak, source = machine.peak_flops(DEVICE, dtype)
     yield row("matrix product", matmul_rate(dtype) / 1e12, "TFLOP/s", source, peak / 1e12)
     step = partial(toolkit_step, shape, dtype)
-    muon = "extras/muon" if (ROOT / "extras/muon.py").exists() else "muon"
     ours = {
         "gpt2, adamw": step(arch="gpt2"),
         "gpt2, adamw, compiled": step(True, arch="gpt2"),
         "modern2, adamw, compiled": step(True),
-        "modern2, muon, compiled": step(True, optimizer=muon),
+        "modern2, muon, compiled": step(True, optimizer="extras/muon"),
     }
     if gpu.tiny or machine.device_memory(DEVICE) > 6e10:
         ours["gpt2, adamw, compiled, all logits at once"] = step(
@@ -826,12 +825,11 @@ def nanogpt_step(shape: Shape, folder: str, compiled: bool) -> Call:
 def gpu_waits(gpu: Gpu) -> Iterator[Row]:
     """Count how often the host waits for the device in a training step and in an evaluation."""
     shape, dtype = gpu.shape(GPT2_LARGE_BATCH), torch.bfloat16
-    fast = ["extras/muon"] * (ROOT / "extras/muon.py").exists()
     calls = {
         f"{optimizer}{', compiled' * compiled}": toolkit_step(
             shape, dtype, compiled, optimizer=optimizer
         )
-        for optimizer in ["adamw", "muon", *fast]
+        for optimizer in ("adamw", "muon", "extras/muon")
         for compiled in (False, True)
     }
     model, _ = make_model(shape)
