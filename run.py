@@ -23,10 +23,8 @@ import math
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
-import sysconfig
 import time
 import traceback
 import warnings
@@ -255,18 +253,21 @@ def train(flags: Flags, given: set[str]) -> int:
         resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
+        compiled = flags.compile
         machine: Values = {"ranks": world.size}
-        with suppress(FileNotFoundError):  # for mfu and a memory check
+        with suppress(FileNotFoundError):  # for mfu, a memory check, and to compile long runs
             describe, recompute = extra("machine").check_and_describe, flags.checkpoint_activations
             machine |= describe(world.device, dtype, world.size, flags.strategy, config, recompute)
+            if compiled is None:
+                flops = tokens_at(total) * flops_per_token
+                compiled = extra("machine").should_compile(world.device, total, flops)
         peak_flops = machine.get("peak_flops", math.nan)
 
         # With the seed None, the weights are on the device meta: they have a shape, but no values.
         # For zero and fsdp, shard_ computes the values.
         seed = flags.seed if flags.strategy == "ddp" else None
         model = build_model(config, seed, flags.checkpoint_activations)
-        flops = tokens_at(total) * flops_per_token
-        if should_compile(flags.compile, world.device, total, flops):
+        if compiled:
             gpt.compile_(model)
             # Triton would log its whole program before it raises an error.
             logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
@@ -616,22 +617,6 @@ def pick_dtype(flag: str, device: torch.device) -> str:
     else:
         fast = torch.cpu._is_avx512_bf16_supported()  # false on a Mac
     return "bfloat16" if fast else "float32"
-
-
-def should_compile(flag: bool | None, device: torch.device, steps: int, flops: float) -> bool:
-    """Return the flag; without one, whether compilation is possible and saves time.
-
-    steps, flops: of the whole run, so that resuming alone does not change the decision.
-    """
-    if flag is not None:
-        return flag
-    # On an H100, it pays off after 1,000 steps of a small model, or 350 of GPT-2 with batch 32.
-    worth_it = {"cpu": flops > 5e13, "cuda": steps > 1000 or flops > 1e16}.get(device.type, False)
-    # On CUDA, Triton needs a C compiler. On a CPU, Inductor needs a C++ compiler. Both need
-    # Python.h, which is in a separate package on Debian and Ubuntu, python3-dev.
-    name, usual = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
-    header = os.path.exists(f"{sysconfig.get_path('include')}/Python.h")
-    return worth_it and header and shutil.which(os.environ.get(name, usual)) is not None
 
 
 def prepare_folder(

@@ -885,10 +885,10 @@ def test_dtype_auto_is_bfloat16_only_with_hardware_support(monkeypatch):
 def test_the_decision_to_compile_counts_the_operations_of_the_whole_run(
     monkeypatch, text, tmp_path
 ):
-    def stop(flag, device, steps, flops):
+    def stop(device, steps, flops):
         raise ValueError(f"{steps} steps, {flops} operations")
 
-    monkeypatch.setattr(program_module, "should_compile", stop)
+    monkeypatch.setattr("extras.machine.should_compile", stop)
     sizes = {"layers": 1, "heads": 2, "embd": 16, "block_size": 16, "batch_size": 8}
     flags = program_module.Flags(data=f"{text}", out=f"{tmp_path}", steps=7, **sizes)
     with pytest.raises(click.UsageError) as info:
@@ -899,31 +899,24 @@ def test_the_decision_to_compile_counts_the_operations_of_the_whole_run(
 
 
 @pytest.mark.parametrize(
-    "device, compiler, steps, flops, expected",
-    [
-        ("cpu", "CXX", 9999, 1e13, False),
-        ("cpu", "CXX", 9, 1e14, True),
-        ("cuda", "CC", 1000, 1e15, False),
-        ("cuda", "CC", 1001, 1e9, True),
-        ("cuda", "CC", 9, 2e16, True),
-        ("mps", "CXX", 9999, 1e20, False),
-    ],
+    "flag, worth_it, expected",
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
 )
-def test_long_runs_are_compiled_if_there_is_a_compiler(
-    monkeypatch, tmp_path, device, compiler, steps, flops, expected
+def test_the_flag_decides_whether_to_compile_before_the_length_of_the_run(
+    monkeypatch, text, tmp_path, flag, worth_it, expected
 ):
-    def should_compile(flag=None):
-        return program_module.should_compile(flag, torch.device(device), steps, flops)
+    def compile_(model):
+        raise ValueError("the model is compiled")
 
-    monkeypatch.setattr("sysconfig.get_path", lambda name: f"{tmp_path}/{name}")
-    (tmp_path / "include").mkdir()
-    monkeypatch.setenv(compiler, sys.executable)  # any program that exists
-    assert not should_compile()  # Python.h is missing
-    (tmp_path / "include" / "Python.h").touch()
-    assert should_compile() == expected
-    assert should_compile(True) and not should_compile(False)
-    monkeypatch.setenv(compiler, str(tmp_path / "none"))
-    assert not should_compile()
+    monkeypatch.setattr("extras.machine.should_compile", lambda *of_the_run: worth_it)
+    monkeypatch.setattr(gpt, "compile_", compile_)
+    sizes = {"layers": 1, "heads": 2, "embd": 16, "block_size": 16, "batch_size": 8}
+    flags = program_module.Flags(data=f"{text}", out=f"{tmp_path}", steps=1, compile=flag, **sizes)
+    if expected:
+        with pytest.raises(click.UsageError, match="the model is compiled"):
+            program_module.train(flags, {"steps", "compile"})
+    else:
+        assert program_module.train(flags, {"steps", "compile"}) == 0
 
 
 # --- sample and eval ---

@@ -38,3 +38,30 @@ def test_dropout_that_would_be_wrong_on_mps_is_refused():
     config = gpt.Config(vocab=65, block_size=8, layers=1, heads=1, embd=8, dropout=0.1)
     with pytest.raises(ValueError, match="on MPS, --checkpoint-activations works only without"):
         machine.check_and_describe(torch.device("mps"), torch.float32, 1, "ddp", config, True)
+
+
+@pytest.mark.parametrize(
+    "device, compiler, steps, flops, expected",
+    [
+        ("cpu", "CXX", 9999, 1e13, False),
+        ("cpu", "CXX", 9, 1e14, True),
+        ("cuda", "CC", 1000, 1e15, False),
+        ("cuda", "CC", 1001, 1e9, True),
+        ("cuda", "CC", 9, 2e16, True),
+        ("mps", "CXX", 9999, 1e20, False),
+    ],
+)
+def test_long_runs_are_compiled_if_there_is_a_compiler(
+    monkeypatch, tmp_path, device, compiler, steps, flops, expected
+):
+    def should_compile():
+        return machine.should_compile(torch.device(device), steps, flops)
+
+    monkeypatch.setattr("sysconfig.get_path", lambda name: f"{tmp_path}/{name}")
+    (tmp_path / "include").mkdir()
+    monkeypatch.setenv(compiler, sys.executable)  # any program that exists
+    assert not should_compile()  # Python.h is missing
+    (tmp_path / "include" / "Python.h").touch()
+    assert should_compile() == expected
+    monkeypatch.setenv(compiler, str(tmp_path / "none"))
+    assert not should_compile()
