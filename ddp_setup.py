@@ -532,8 +532,9 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 
     In the block, these signals do not interrupt the program. Call the yielded function once per
     step, together with any_rank, because a signal may reach only some ranks. Once true, it stays
-    true. A second SIGINT ends the process with exit code 130, without cleanup. A signal to all
-    processes can also end the workers of a DataLoader: see extras/tutorial/stream.py.
+    true. A second SIGINT ends the process with exit code 130, without cleanup; in a notebook and at
+    a Python prompt, it raises KeyboardInterrupt instead. A signal to all processes can also end the
+    workers of a DataLoader: see extras/tutorial/stream.py.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
@@ -550,6 +551,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
             os._exit(128 + number)
         received.append(number)
         if received.count(signal.SIGINT) > 1:
+            if hasattr(sys, "ps1"):  # Keep a notebook's kernel, or a Python prompt, alive.
+                raise KeyboardInterrupt
             os._exit(130)
         rank0 = os.environ.get("RANK", "0") == "0" and not forked
         if notice and rank0 and number == signal.SIGINT and os.isatty(2):
@@ -580,7 +583,8 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 
     If a rank ends with another code than 0, the others get 4 seconds to end and are then killed.
     After a stop signal, this process sends SIGTERM to all ranks and continues to wait. A second
-    SIGINT ends it with exit code 130. If this process dies, Linux kills its ranks.
+    SIGINT ends it with exit code 130; in a notebook and at a Python prompt, it kills the ranks and
+    raises KeyboardInterrupt. If this process dies, Linux kills its ranks.
 
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
         are killed.
@@ -617,7 +621,11 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
             context = mp.spawn(_run_rank, (os.getpid(), port, size, fn, *args), size, join=False)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        return _wait_for_ranks(context.processes, stop_requested, timeout, store)
+        try:
+            return _wait_for_ranks(context.processes, stop_requested, timeout, store)
+        finally:  # Without an exception, all ranks have ended.
+            for process in context.processes:
+                process.kill()
 
 
 def _wait_for_ranks(

@@ -451,6 +451,34 @@ def test_a_spawn_that_cannot_start_leaves_the_signal_mask_as_it_was():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+AT_A_PROMPT = """
+import multiprocessing, os, signal, sys, threading, time
+import ddp_setup
+sys.ps1 = ">>> "  # as in an interactive Python and in a notebook
+def interrupt_twice():
+    while len(multiprocessing.active_children()) < 2:
+        time.sleep(0.01)
+    started.extend(multiprocessing.active_children())
+    for _ in range(2):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+started = []
+threading.Thread(target=interrupt_twice).start()
+try:
+    ddp_setup.spawn(time.sleep, 2, 300)
+except KeyboardInterrupt:
+    for rank in started:
+        rank.join(60)
+    print([rank.exitcode for rank in started])
+"""
+
+
+def test_at_a_python_prompt_a_second_sigint_ends_the_ranks_but_not_the_process():
+    command = [sys.executable, "-c", AT_A_PROMPT]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, **START)
+    assert (ran.returncode, ran.stdout) == (0, "[-9, -9]\n"), ran
+
+
 IN_A_NOTEBOOK = """
 import time, ddp_setup  # like a notebook, a program after -c has no file
 def sleep(seconds):

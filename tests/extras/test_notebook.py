@@ -1,5 +1,6 @@
 """extras/tutorial/notebook.ipynb trains on two processes, and does the rest of what it says."""
 
+import copy
 import json
 import re
 import shutil
@@ -16,11 +17,15 @@ for package in ("ipykernel", "matplotlib"):
     pytest.importorskip(package)
 
 NOTEBOOK = ROOT / "extras" / "tutorial" / "notebook.ipynb"
-# This line of the script is replaced by lines that interrupt the kernel and all processes that it
+# Before this line of the script come lines that interrupt the kernel and all processes that it
 # started, as the button of a notebook does, at the fifth step. The training has 100 epochs.
 STOP_LINE = "            if report.stop:\n"
 INTERRUPT = """            if step == 5 and world.rank == 0:
-                os.killpg(os.getpgid(os.getppid()), __import__("signal").SIGINT)
+                import signal, time
+                os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
+"""
+INTERRUPT_AGAIN = """                time.sleep(1)
+                os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
 """
 
 
@@ -37,10 +42,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "extras" / "tutorial"
 
 
-def execute(notebook, folder) -> None:
-    """Run all cells in `folder`; an exception in a cell is raised here."""
+def execute(notebook, folder, allow_errors: bool = False) -> None:
+    """Run all cells in `folder`. Without allow_errors, an exception in a cell is raised here."""
     resources = {"metadata": {"path": str(folder)}}
-    nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute(env=ENVIRONMENT)
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, resources=resources, allow_errors=allow_errors
+    )
+    client.execute(env=ENVIRONMENT)
 
 
 def read():
@@ -60,9 +68,23 @@ def losses(folder) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def spawn_command(cells) -> str:
-    (command,) = re.findall(r"`(import .*spawn\(.*)`", cells["about-launch"].source)
-    return command
+def errors(notebook) -> dict[str, str]:
+    """Return {id: error} of the cells that raised one."""
+    return {
+        cell.id: f"{output.ename}: {output.evalue}"
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output.output_type == "error"
+    }
+
+
+def interrupt_(cells, lines: str) -> None:
+    """Make the training longer, and let it execute these lines in each step."""
+    script = cells["script"].source
+    assert script.count(STOP_LINE) == script.count("range(3)") == 1
+    cells["script"].source = script.replace(STOP_LINE, lines + STOP_LINE).replace(
+        "range(3)", "range(100)"
+    )
 
 
 def test_the_notebook_trains_on_two_ranks_and_uses_the_result(folder):
@@ -94,17 +116,53 @@ def test_the_notebook_trains_on_two_ranks_and_uses_the_result(folder):
     torch.testing.assert_close(weights, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_spawn_trains_in_the_notebook_and_an_interrupt_saves_and_stops(folder):
+def test_torchrun_trains_too(folder):
     notebook, cells = read()
-    cells["launch"].source = spawn_command(cells)
-    script = cells["script"].source
-    assert script.count(STOP_LINE) == script.count("range(3)") == 1
-    script = script.replace(STOP_LINE, INTERRUPT + STOP_LINE).replace("range(3)", "range(100)")
-    cells["script"].source = script
+    (cells["launch"].source,) = re.findall(r"`(!.*torch.*)`", cells["about-launch"].source)
     execute(notebook, folder)
-    assert "rank 0 of 2 on cpu" in text(cells["launch"]), cells["launch"]
-    assert 5 <= len(losses(folder)) < 2700
+    ranks = re.findall("rank . of 2 on cpu", text(cells["launch"]))
+    assert sorted(ranks) == ["rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]
+    assert len(losses(folder)) == 81 and "accuracy" in text(cells["use"])
+
+
+def test_one_process_trains_in_the_notebook(folder):
+    notebook, cells = read()
+    (cells["launch"].source,) = re.findall(r"`(%run .*)`", cells["about-launch"].source)
+    execute(notebook, folder)
+    assert "rank 0 of 1 on cpu" in text(cells["launch"])
+    assert len(losses(folder)) == 81 and "accuracy" in text(cells["use"])
+
+
+def test_an_interrupt_saves_and_stops_and_the_cell_says_so(folder):
+    notebook, cells = read()
+    interrupt_(cells, INTERRUPT)
+    execute(notebook, folder, allow_errors=True)
+    assert errors(notebook) == {"launch": "AssertionError: the training was interrupted"}
+    steps = len(losses(folder))
+    assert 5 <= steps < 2700 and f"stopped after step {steps}" in text(cells["launch"])
     assert "accuracy" in text(cells["use"])  # so model.pt was saved
+
+
+def test_a_second_interrupt_ends_the_ranks_but_not_the_kernel(folder):
+    notebook, cells = read()
+    interrupt_(cells, INTERRUPT + INTERRUPT_AGAIN)
+    execute(notebook, folder, allow_errors=True)
+    found = errors(notebook)
+    assert found.keys() == {"launch", "use"} and found["launch"].startswith("KeyboardInterrupt")
+    assert found["use"].startswith("FileNotFoundError")  # The ranks ended before they could save.
+
+
+def test_a_changed_script_is_used_by_the_cells_after_it(folder):
+    notebook, cells = read()
+    again = [copy.deepcopy(cells[name]) for name in ("script", "launch", "use")]
+    again[0].source = again[0].source.replace("64", "32")
+    for cell in again:
+        cell.id += "-again"
+    notebook.cells += again
+    execute(notebook, folder)
+    assert {"accuracy" in text(cell) for cell in (cells["use"], again[2])} == {True}
+    weights = torch.load(folder / "out-notebook" / "model.pt", weights_only=True)
+    assert weights["0.weight"].shape == (32, 20)
 
 
 def test_it_is_stored_without_results():
