@@ -533,8 +533,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     In the block, these signals do not interrupt the program. Call the yielded function once per
     step, together with any_rank, because a signal may reach only some ranks. Once true, it stays
     true. A second SIGINT ends the process with exit code 130, without cleanup; in a notebook and at
-    a Python prompt, it raises KeyboardInterrupt instead. A signal to all processes can also end the
-    workers of a DataLoader: see extras/tutorial/stream.py.
+    a Python prompt, it raises KeyboardInterrupt instead. A signal to all processes would also end
+    the workers of a DataLoader: see detach_worker.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
@@ -569,6 +569,19 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
         for number, handler in previous.items():
             # The handler is None if it was not installed from Python.
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+def detach_worker(worker_id: int) -> None:
+    """Keep stop signals away from a worker of a DataLoader: pass this as its worker_init_fn.
+
+    Otherwise the worker can end before its rank has saved. torchrun and the terminal send signals
+    to a process group; setsid takes the worker out of it. SLURM can send SIGUSR1 to all processes,
+    so the worker ignores it. It must not ignore SIGTERM: if the rank fails, Python sends SIGTERM to
+    the worker and waits until it has ended.
+    """
+    if hasattr(os, "setsid"):  # not on Windows
+        os.setsid()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 # ----------------------------------------------------------- starting several ranks on this machine

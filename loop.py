@@ -216,8 +216,7 @@ def _read_delay(device: torch.device) -> bool:
 
 def _seed(device: torch.device, *numbers: int) -> None:
     """Seed torch's generators with a hash of `numbers`."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little")
+    seed = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little")
     # torch.manual_seed also seeds other devices, which takes time.
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
@@ -435,17 +434,23 @@ def to_host(values: Tensor) -> Reader:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on `device`. Tuples, lists and dicts can be nested.
 
-    For CUDA, make a PackedSequence in loss_fn instead: its batch_sizes must stay on the CPU.
+    Objects with a method to(), such as a PackedSequence or Hugging Face's BatchEncoding, move
+    themselves.
     """
 
-    def move(tensor: Tensor) -> Tensor:
-        if device.type == "cuda" and tensor.device.type == "cpu":
-            # to() would copy a non-contiguous tensor through unpinned memory.
-            tensor = tensor.contiguous().pin_memory()
-        # On MPS, a non-blocking copy can read memory that was freed (PyTorch issue 189690).
-        return tensor.to(device, non_blocking=device.type == "cuda")
+    def movable(value: Any) -> bool:
+        return hasattr(value, "to")
 
-    return tree_map_only(Tensor, move, batch)
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value.to(device)
+        if device.type == "cuda" and value.is_cpu:
+            # to() would copy a non-contiguous tensor through unpinned memory.
+            value = value.contiguous().pin_memory()
+        # On MPS, a non-blocking copy can read memory that was freed (PyTorch issue 189690).
+        return value.to(device, non_blocking=device.type == "cuda")
+
+    return tree_map_only(movable, move, batch, is_leaf=movable)
 
 
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:

@@ -5,6 +5,7 @@
 
 import math
 import os
+from collections import UserDict
 from dataclasses import FrozenInstanceError
 from functools import partial
 from itertools import islice
@@ -974,6 +975,22 @@ def test_to_device_keeps_the_structure_of_a_batch():
 def test_to_device_keeps_a_named_tuple():
     moved = loop.to_device(ddp_setup.World(0, 0, 1, 1, torch.ones(1)), torch.device("meta"))
     assert type(moved) is ddp_setup.World and moved.device.is_meta
+
+
+class DictOfTensors(UserDict):
+    """Like the class BatchEncoding of transformers, which is no dict."""
+
+    def to(self, device):
+        return DictOfTensors({name: tensor.to(device) for name, tensor in self.items()})
+
+
+def test_to_device_lets_other_objects_move_themselves():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    batch = [DictOfTensors(ids=torch.ones(2)), (packed, 4)]
+    (encoding, (moved, four)) = loop.to_device(batch, torch.device("meta"))
+    assert type(encoding) is DictOfTensors and encoding["ids"].is_meta
+    assert moved.data.is_meta and four == 4
+    assert moved.batch_sizes.tolist() == [2, 1, 1]  # These stay on the CPU.
 
 
 # --------------------------------------------------------------------------------- no wait for CUDA

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -54,9 +55,9 @@ def main(world, stop):
     step = resume_(replica, opt, world)
     for epoch in range(step // steps_per_epoch, 3):
         mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
-        mine = mine[step % steps_per_epoch * 2 * rows :]
         loader = DataLoader(train, batch_size=rows, sampler=mine)
         steps = loop.group_batches(loader, accum=2, count=lambda batch: len(batch[1]))
+        steps = islice(steps, step % steps_per_epoch, None)  # skip finished steps
         for step, report in loop.train_(
             replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
         ):
@@ -65,13 +66,21 @@ def main(world, stop):
                 if world.rank == 0:
                     ckpt.save("out-tutorial", state, step, keep=3)
             if report.stop:
-                return
-        mine = range(world.rank, len(test), world.size)
-        loader = DataLoader(test, batch_size=96, sampler=mine)
-        accuracy = loop.evaluate(replica, loader, count_correct)
-        if world.rank == 0:
-            print(f"epoch {epoch}: loss {report.loss:.4f}, accuracy {accuracy:.4f}")
+                break
+        if step % steps_per_epoch == 0:
+            mine = range(world.rank, len(test), world.size)
+            loader = DataLoader(test, batch_size=96, sampler=mine)
+            accuracy = loop.evaluate(replica, loader, count_correct)
+            if world.rank == 0:
+                print(f"epoch {epoch}: loss {report.loss:.4f}, accuracy {accuracy:.4f}")
+        if report.stop:
+            if world.rank == 0:
+                print(f"stopped after step {step}")
+            return True
+    return False
 
 
 with ddp_setup.stop_signals() as stop, ddp_setup.process_group() as world:
-    main(world, stop)
+    stopped = main(world, stop)
+if stopped:
+    sys.exit(3)  # saved, but not finished

@@ -12,6 +12,7 @@ newest checkpoint. At the end, it writes the folder `model`, for `from_pretraine
 import math
 import os
 import sys
+from itertools import islice
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -87,9 +88,9 @@ def main(world, stop):
     step = resume_(replica, opt, world)
     for epoch in range(step // steps_per_epoch, 3):
         mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
-        mine = mine[step % steps_per_epoch * 2 * rows :]
         loader = DataLoader(train, batch_size=rows, sampler=mine, collate_fn=collate)
         steps = loop.group_batches(loader, accum=2, count=lambda batch: int(count_targets(batch)))
+        steps = islice(steps, step % steps_per_epoch, None)  # skip finished steps
         for step, report in loop.train_(
             replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
         ):
@@ -98,15 +99,23 @@ def main(world, stop):
                 if world.rank == 0:
                     ckpt.save("out-hugging-face", state, step, keep=3)
             if report.stop:
-                return
-        mine = range(world.rank, len(test), world.size)
-        loader = DataLoader(test, batch_size=24, sampler=mine, collate_fn=collate)
-        test_loss = loop.evaluate(replica, loader, loss_fn)
-        if world.rank == 0:
-            print(f"epoch {epoch}: loss {report.loss:.4f}, test loss {test_loss:.4f}")
+                break
+        if step % steps_per_epoch == 0:
+            mine = range(world.rank, len(test), world.size)
+            loader = DataLoader(test, batch_size=24, sampler=mine, collate_fn=collate)
+            test_loss = loop.evaluate(replica, loader, loss_fn)
+            if world.rank == 0:
+                print(f"epoch {epoch}: loss {report.loss:.4f}, test loss {test_loss:.4f}")
+        if report.stop:
+            if world.rank == 0:
+                print(f"stopped after step {step}")
+            return True
     if world.rank == 0:
         model.save_pretrained("model")
+    return False
 
 
 with ddp_setup.stop_signals() as stop, ddp_setup.process_group() as world:
-    main(world, stop)
+    stopped = main(world, stop)
+if stopped:
+    sys.exit(3)  # saved, but not finished

@@ -147,14 +147,22 @@ def main(world, stop):
                 if world.rank == 0:
                     ckpt.save("out-images", state, step, keep=3)
             if report.stop:
-                return
-        mine = range(world.rank, len(test), world.size)
-        loader = DataLoader(test, batch_size=96, sampler=mine)
-        accuracy = loop.evaluate(replica, loader, count_correct)
-        if world.rank == 0:
-            print(f"epoch {epoch}: loss {report.loss:.6f}, accuracy {accuracy:.4f}")
+                break
+        if step % steps_per_epoch == 0:
+            mine = range(world.rank, len(test), world.size)
+            loader = DataLoader(test, batch_size=96, sampler=mine)
+            accuracy = loop.evaluate(replica, loader, count_correct)
+            if world.rank == 0:
+                print(f"epoch {epoch}: loss {report.loss:.6f}, accuracy {accuracy:.4f}")
+        if report.stop:
+            if world.rank == 0:
+                print(f"stopped after step {step}")
+            return True
+    return False
 
 
 if __name__ == "__main__":  # on macOS, each DataLoader worker imports this file
     with ddp_setup.stop_signals() as stop, ddp_setup.process_group() as world:
-        main(world, stop)
+        stopped = main(world, stop)
+    if stopped:
+        sys.exit(3)  # saved, but not finished

@@ -12,7 +12,6 @@ resumed run, on any number of ranks, skips these rows and continues with the nex
 
 import os
 import random
-import signal
 import sys
 from dataclasses import dataclass
 from itertools import islice
@@ -63,17 +62,6 @@ class RankBatches(IterableDataset):
             yield torch.tensor(inputs).reshape(-1, 20), torch.tensor(targets, dtype=torch.long)
 
 
-def keep_signals_away(worker_id):
-    """Let a worker of the DataLoader live until the rank has reacted to a stop signal.
-
-    torchrun and the terminal send signals to a process group; setsid takes the worker out of it.
-    SLURM can send SIGUSR1 to all processes, so the worker ignores it. But the worker must not
-    ignore SIGTERM: if the rank fails, Python sends it to the worker, and waits until it has ended.
-    """
-    os.setsid()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
 def loss_fn(model, batch):
     inputs, targets = batch
     return F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
@@ -109,7 +97,7 @@ def main(world, stop, workers):
 
     dataset = RankBatches(position, world.rank, world.size)
     loader = DataLoader(
-        dataset, batch_size=None, num_workers=workers, worker_init_fn=keep_signals_away
+        dataset, batch_size=None, num_workers=workers, worker_init_fn=ddp_setup.detach_worker
     )
     steps = loop.group_batches(loader, accum=1, count=lambda batch: len(batch[1]))
     for step, report in loop.train_(
@@ -122,10 +110,15 @@ def main(world, stop, workers):
         if report.stop or step % 20 == 0:
             save()
         if report.stop:
-            return
+            if world.rank == 0:
+                print(f"stopped after step {step}")
+            return True
     save()
+    return False
 
 
 if __name__ == "__main__":  # on macOS, each DataLoader worker imports this file
     with ddp_setup.stop_signals() as stop, ddp_setup.process_group() as world:
-        main(world, stop, workers=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+        stopped = main(world, stop, workers=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    if stopped:
+        sys.exit(3)  # saved, but not finished

@@ -237,9 +237,12 @@ def results(tmp_path_factory):
 @EACH
 def test_the_last_script_of_the_tutorial_stops_and_resumes(results, system):
     (stopped, resumed), folder = results(system, "tutorial")
-    assert (stopped.code, resumed.code) == (0, 0) and stopped.err == resumed.err == "", results
+    assert (stopped.code, resumed.code) == (3, 0) and stopped.err == resumed.err == "", (
+        stopped,
+        resumed,
+    )
     (reference, end), linux = results("linux", "tutorial")
-    assert stopped.out.count("\n") == 1 and stopped.out == reference.out
+    assert stopped.out.count("\n") == 2 and stopped.out == reference.out
     assert resumed.out.count("\n") == 3 and resumed.out == end.out
     assert same(state(folder / "out-tutorial"), state(linux / "out-tutorial"))
 

@@ -18,14 +18,14 @@ MODULES = ["ddp_setup", "chardata", "loop", "ckpt"]  # in the order in which the
 PYTHON = [sys.executable]
 TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-# These lines are put before a script. They send SIGTERM at the 40th optimizer step, which is in the
-# middle of the second epoch (an epoch has 27 steps).
-STOP_AT_STEP_40 = """
+# These lines are put before a script. They send SIGTERM in an optimizer step. train_ has asked for
+# signals before that, so the run stops after the next step. An epoch has 27 steps.
+STOP = """
 import itertools, os, signal
 from torch.optim.optimizer import register_optimizer_step_post_hook
-count = itertools.count(1)
+steps_done = itertools.count(1)
 def hook(*_):
-    if next(count) == 40:
+    if next(steps_done) == {}:
         os.kill(os.getpid(), signal.SIGTERM)
 register_optimizer_step_post_hook(hook)
 """
@@ -36,8 +36,11 @@ class Outcome(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
-def run_script(script: Path, folder: Path, launcher: list[str]) -> Outcome:
-    """Run a script in `folder`; return its output and the newest weights that are in `folder`."""
+def run_script(script: Path, folder: Path, launcher: list[str], code: int = 0) -> Outcome:
+    """Run a script in `folder`; return its output and the newest weights that are in `folder`.
+
+    code: the exit code that is expected.
+    """
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
         [*launcher, str(script)],
@@ -47,7 +50,7 @@ def run_script(script: Path, folder: Path, launcher: list[str]) -> Outcome:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     saved = [*folder.glob("model.pt"), *sorted(folder.glob("out-*/step-*.pt"))]
     state = torch.load(saved[-1], weights_only=True)
     return Outcome(done.stdout.splitlines(), state.get("model", state))
@@ -91,7 +94,7 @@ def outcome(tmp_path_factory):
 def test_readme_shows_the_last_script_without_its_search_path():
     (shown,) = code_blocks((ROOT / "README.md").read_text(), "python")
     text = SCRIPTS[4].read_text().split('"""\n\n')[1]
-    text = text.replace("import os\nimport sys\n", "")
+    text = text.replace("import os\n", "")
     text = re.sub(r"^# The modules .*\nsys\.path.*\n", "", text, flags=re.MULTILINE)
     assert shown == text
 
@@ -121,16 +124,38 @@ def test_a_script_that_was_copied_beside_its_modules_runs_without_change(outcome
     assert copied.lines == outcome(3, 1).lines
 
 
-def test_the_last_script_stopped_on_one_process_continues_on_two(outcome, tmp_path):
+# 40 is in the middle of the second epoch, 54 is its last step, and 81 is the last step of all.
+@pytest.mark.parametrize("step", [40, 54, 81])
+def test_the_last_script_stopped_on_one_process_continues_on_two(outcome, tmp_path, step):
     unbroken = outcome(4, 1)
-    stopping = copy_with_modules(SCRIPTS[4], tmp_path, STOP_AT_STEP_40)
-    stopped = run_script(stopping, tmp_path, PYTHON)
-    (newest,) = sorted(tmp_path.glob("out-*/step-*.pt"))[-1:]
-    assert 40 <= int(newest.name.split("-")[1]) < 54  # in the middle of the second epoch
+    stopping = copy_with_modules(SCRIPTS[4], tmp_path, STOP.format(step - 1))
+    stopped = run_script(stopping, tmp_path, PYTHON, code=3)
+    *lines, last = stopped.lines
+    assert last == f"stopped after step {step}" and len(lines) == step // 27
     resumed = run_script(SCRIPTS[4], tmp_path, TORCHRUN)
-    (first, *lines), step = resumed.lines, int(newest.name.split("-")[1])
+    first, *rest = resumed.lines
     assert first == f"continuing after step {step}; to start again, delete out-tutorial"
-    assert len(stopped.lines) == 1 and stopped.lines + lines == unbroken.lines
+    assert lines + rest == unbroken.lines
+    torch.testing.assert_close(resumed.weights, unbroken.weights, rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_script_continues_where_a_rank_has_no_row_left_in_the_epoch(tmp_path):
+    """With 2,497 rows, the 27th step of an epoch has one row."""
+    shorter = SCRIPTS[4].read_text()
+    assert shorter.count("[:2500]") == 2
+    shorter = shorter.replace("[:2500]", "[:2497]")
+    outcomes = []
+    for name in ("unbroken", "stopped"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "shorter.py").write_text(shorter)
+        if name == "stopped":
+            stopping = copy_with_modules(folder / "shorter.py", folder, STOP.format(25))
+            assert run_script(stopping, folder, PYTHON, code=3).lines == ["stopped after step 26"]
+        script = copy_with_modules(folder / "shorter.py", folder)
+        outcomes.append(run_script(script, folder, TORCHRUN))
+    unbroken, resumed = outcomes
+    assert resumed.lines[1:] == unbroken.lines and len(unbroken.lines) == 3
     torch.testing.assert_close(resumed.weights, unbroken.weights, rtol=1e-4, atol=1e-5)
 
 

@@ -59,10 +59,12 @@ def write_stacks_and_kill(process: subprocess.Popen, folder: Path) -> None:
     process.kill()
 
 
-def launch(script: Path, folder: Path, ranks: int, *args: object, env: dict = {}) -> str:
+def launch(
+    script: Path, folder: Path, ranks: int, *args: object, code: int = 0, env: dict = {}
+) -> str:
     """Run a script in `folder`, as plain python or with torchrun; return its standard output.
 
-    Ranks other than 0 must print nothing.
+    Ranks other than 0 must print nothing. code: the exit code that is expected.
     """
     launcher, logs = [sys.executable], Path(tempfile.mkdtemp(dir=folder))
     if ranks > 1:
@@ -85,7 +87,7 @@ def launch(script: Path, folder: Path, ranks: int, *args: object, env: dict = {}
     written = {
         f"{path.parent.name}/{path.stem}": path.read_text() for path in logs.glob("*/*/*/std*.log")
     }
-    assert process.returncode == 0, f"{errors}\n{written}"
+    assert process.returncode == code, f"{errors}\n{written}"
     if ranks == 1:
         return output
     assert len(written) == 2 * ranks
@@ -104,7 +106,7 @@ def run(
     env: dict = {},
 ) -> Outcome:
     """Run a script of the tutorial in `folder`. stop: a signal to the last rank stops the run after
-    this many steps, at least 2.
+    this many steps, at least 2. Its line "stopped after step" is not in the result.
 
     replace: run a copy in which the first text is replaced by the second.
     """
@@ -119,7 +121,10 @@ def run(
         script = copied / name
         before = STOP.format(step=stop - 1, last_rank=ranks - 1) if stop else ""
         script.write_text(before + text.replace(*replace))
-    lines = launch(script, folder, ranks, *args, env=env).splitlines()
+    code = 0 if not stop else 3 if ranks == 1 else 1  # torchrun has exit codes of its own
+    lines = launch(script, folder, ranks, *args, code=code, env=env).splitlines()
+    if stop:
+        assert lines.pop() == f"stopped after step {stop}"
     newest = sorted(folder.glob("out-*/step-*.pt"))[-1]
     state = torch.load(newest, weights_only=True)
     return Outcome(lines, state, int(newest.name.split("-")[1]))
