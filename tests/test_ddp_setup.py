@@ -429,6 +429,30 @@ def test_a_blocked_signal_is_not_lost_and_a_second_sigint_ends_the_process():
             process.kill()
 
 
+WITH_A_DATALOADER = """
+import os, signal, sys, ddp_setup
+from torch.utils.data import DataLoader
+more = {"multiprocessing_context": sys.argv[1], "worker_init_fn": ddp_setup.detach_worker}
+with ddp_setup.stop_signals() as stop_requested:
+    rows = iter(DataLoader(range(9), num_workers=1, **more))
+    read = [int(next(rows))]
+    (worker,) = rows._workers
+    os.killpg(0, signal.SIGTERM)  # as torchrun does
+    os.kill(worker.pid, signal.SIGUSR1)  # as SLURM can
+    read += map(int, rows)
+    print(read, stop_requested(), worker.exitcode or 0)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_detached_worker_of_a_dataloader_survives_stop_signals(start):
+    command = [sys.executable, "-c", WITH_A_DATALOADER, start]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, start_new_session=True, **START
+    )
+    assert (ran.returncode, ran.stdout) == (0, f"{[*range(9)]} True 0\n"), ran
+
+
 def test_spawn_returns_the_exit_code_of_the_exception_that_ended_a_rank(capfd):
     assert ddp_setup.spawn(ranks.fail_on_rank_1_with_an_exit_code, 2) == 7
     errors = capfd.readouterr().err
