@@ -90,18 +90,18 @@ def list_files(data: str) -> list[str]:
     return names
 
 
-def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = None) -> Corpus:
+def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | None = None) -> Corpus:
     """Read local files as tokens. With an empty list of files, read default_text().
 
-    Kind "char" means one id per character of a UTF-8 text. The vocabulary is `chars` if given, else
-    the characters that occur, in code point order. Kind "byte" means one id per byte.
+    The tokenizer "char" gives one id per character of a UTF-8 text. The vocabulary is `chars` if
+    given, else the characters that occur, in code point order. "byte" gives one id per byte.
 
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
-    llm.c) always have kind "ids". A .bin of another type can be misread: write .npy instead. The
+    llm.c) need no tokenizer. A .bin of another type can be misread: write .npy instead. The
     vocabulary size is `vocab`, or if that is None the highest id + 1, rounded up to a multiple of
     64. The ids are checked later, when windows are read, against BatchPlan.vocab.
 
-    Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Kind "char" is in
+    Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Characters are in
     memory. Raises ValueError or OSError if a file is damaged, if a text has a character that is not
     in `chars`, or if the vocabulary size of text is not `vocab`.
     """
@@ -114,6 +114,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]
     if 0 < len(token_files) < len(names):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
+    kind = tokenizer
     if token_files:
         kind, chars = "ids", ""
         size = vocab or 64 * (max(int(array.max()) for array in tokens) // 64 + 1)
@@ -123,7 +124,7 @@ def read(files: Sequence[str], kind: str, chars: str = "", vocab: int | None = N
         tokens, chars = _read_characters(names, arrays, chars)
         size, stamps = len(chars), ()
     else:
-        raise ValueError(f"kind {kind!r} is not char or byte")
+        raise ValueError(f"tokenizer {tokenizer!r} is not char or byte")
     if vocab not in (None, size):
         raise ValueError(f"{names[0]}: is text with a vocabulary of {size}, not {vocab}")
     corpus = Corpus(tuple(tokens), size, kind, chars, digest(tokens, chars), stamps)
@@ -144,7 +145,7 @@ def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[Tok
             if text:
                 tokens.append(encode(text, "char", chars))
     except ValueError as error:  # `name` is the file at which a loop stopped
-        raise ValueError(f"{name}: {error} (kind 'byte' can read any file)") from None
+        raise ValueError(f"{name}: {error} (tokenizer 'byte' can read any file)") from None
     return tokens, chars
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a GPT on text, on one process or on many.
 
-python run.py                                   train on a default text, in less than a minute
+python run.py                                   train on a default text, in about a minute
 python run.py --data mine.txt --spawn 4         four processes on this machine
 torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
@@ -81,7 +81,7 @@ __version__ = "0.2.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is Ctrl-C
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
-DATA_ADVICE = "; to continue the run, name its data with --data; for a new run, name another --out"
+DATA_ADVICE = "; give the --data that the run had, or none if it had none; or name another --out"
 CLEAR_LINE = "\033[G\033[K"  # clears the line of show_progress; only a terminal gets it
 
 
@@ -234,7 +234,8 @@ def train(flags: Flags, given: set[str]) -> int:
         if flags.min_lr > flags.lr:
             raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
 
-        with usage_errors(advice=DATA_ADVICE if start_step else ""):
+        subject = f"cannot continue the run in {flags.out}: " if start_step else ""
+        with usage_errors(subject, DATA_ADVICE if start_step else ""):
             corpus, plan, val_plan = load_data(flags, given, saved, world)
         with usage_errors(f"--data {flags.data or '(default text)'}: "):
             steps_per_epoch = chardata.steps_per_epoch(plan)
@@ -879,7 +880,7 @@ def cli(**values: Any) -> None:
     """Train a GPT on text, on one process or on many.
 
     \b
-      python run.py                                   a default text, in less than a minute
+      python run.py                                   a default text, in about a minute
       python run.py --data mine.txt --spawn           one process per GPU, or per CPU core
       torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 

@@ -1,4 +1,4 @@
-"""Additions to a click group: a TOML file of flags, a check of names, sections on the help page.
+"""Additions to a click group: a TOML file of flags, checks of names, sections on the help page.
 
     extend(cli, "MYPROGRAM")
 
@@ -27,7 +27,7 @@ SECTIONS = {
 
 
 def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIONS) -> None:
-    """Add the flag --config, a check of the environment, and sections on the help page.
+    """Add the flag --config, checks of the environment and of commands, and help sections.
 
     --config names a TOML file with defaults of the group's flags. The environment and the command
     line win over it. Before a command, it holds for the flags that the command shares with the
@@ -59,6 +59,16 @@ def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIO
         return invoke(ctx)
 
     setattr(group, "invoke", check_and_invoke)
+    resolve_command = group.resolve_command
+
+    def resolve_or_explain(ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return resolve_command(ctx, args)
+        except click.UsageError as error:
+            advice = "To train, give no command. A pattern needs quotes: 'books/*.txt'."
+            raise click.UsageError(f"{error.format_message()} {advice}", ctx) from None
+
+    setattr(group, "resolve_command", resolve_or_explain)
 
 
 def _format_options(

@@ -321,11 +321,15 @@ def compute_without_end(folder: str) -> None:
 
 
 def wait_for_stop(folder: str) -> None:
-    """Wait until a rank gets a stop signal. Then all ranks exit with 3, inside the `with` block."""
+    """Wait until the ranks get a stop signal. Then they exit with 3, inside the `with` block."""
     with ddp_setup.stop_signals() as stop_requested, ddp_setup.process_group("cpu") as world:
         dist.barrier()
         Path(folder, f"{world.rank} is up").touch()
         while not ddp_setup.any_rank(stop_requested(), world):
+            time.sleep(0.02)
+        # The other rank may have got its signal first.
+        end = time.monotonic() + 30
+        while not stop_requested() and time.monotonic() < end:
             time.sleep(0.02)
         how = "got the signal" if stop_requested() else "was told by the other rank"
         Path(folder, f"{world.rank} {how}").touch()

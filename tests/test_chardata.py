@@ -842,7 +842,7 @@ def test_another_vocabulary_size_than_that_of_a_text_is_refused(kind, size, tmp_
 def test_an_unknown_kind_of_text_is_refused(kind, tmp_path):
     (tmp_path / "x.txt").write_text("abc")
     for files in ([str(tmp_path / "x.txt")], []):
-        with pytest.raises(ValueError, match=f"^kind '{kind}' is not char or byte$"):
+        with pytest.raises(ValueError, match=f"^tokenizer '{kind}' is not char or byte$"):
             chardata.read(files, kind)
 
 

@@ -252,7 +252,9 @@ def test_a_text_with_other_characters_than_the_run_in_out_is_told_to_use_another
     other = tmp_path / "other.txt"
     other.write_text("\N{GREEK SMALL LETTER ALPHA}" * 1000)
     ran = run(*TINY, "--data", other, "--out", tmp_path / "out")
-    assert_one_line(ran, "other.txt: character", "; for a new run, name another --out")
+    assert_one_line(
+        ran, "cannot continue the run in", "other.txt: character", "; or name another --out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -1485,7 +1487,7 @@ def test_bad_input_gives_one_line_and_writes_nothing(refused, launch, name):
     ran, unchanged, folder = refused(launch, name)
     assert_one_line(ran, *CASES[name].texts)
     # Only a run that is resumed is told how to continue it.
-    assert ("to continue the run" in ran.err) == (name == "other characters")
+    assert ("cannot continue the run" in ran.err) == (name == "other characters")
     assert unchanged
     assert not (folder / "the code was run").exists()
 

@@ -113,6 +113,8 @@ MISTAKES = {
         ["a.toml", "given twice"],
     ),
     "no number": (["--config", "{toml}"], {}, 'clip = "much"', ["--clip", "'much'"]),
+    "a pattern without quotes": (["a.txt", "b.txt"], {}, "", ["'a.txt'", "quotes: 'books/*.txt'"]),
+    "a name for the training": (["train"], {}, "", ["'train'", "To train, give no command"]),
     "missing option": (["export"], {}, "", ["--format", "hf", "safetensors"]),
     "missing package": (["--data", "gs://a/b.txt"], {}, "", ["gcsfs"]),
 }
