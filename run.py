@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a GPT on text, on one process or on many.
 
-python run.py                                   train on a default text, in about a minute
+python run.py                                   train on a default text, in less than a minute
 python run.py --data mine.txt --spawn 4         four processes on this machine
 torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
@@ -880,7 +880,7 @@ def cli(**values: Any) -> None:
     """Train a GPT on text, on one process or on many.
 
     \b
-      python run.py                                   a default text, in about a minute
+      python run.py                                   a default text, in less than a minute
       python run.py --data mine.txt --spawn           one process per GPU, or per CPU core
       torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 
