@@ -161,10 +161,15 @@ def with_record(statement: ast.stmt) -> ast.stmt:
 
 
 class Plugin:
-    """A plugin of pytest that orders the tests, and measures what each test costs and executes."""
+    """A plugin of pytest that orders the tests, and measures what each test costs and executes.
 
-    def __init__(self, lines: Path, order: Callable[[str], Any]):
+    stop: end the process at the first failure, without the end of fixtures, which can wait for
+        minutes for ranks that a mutant lets hang.
+    """
+
+    def __init__(self, lines: Path, order: Callable[[str], Any], stop: bool):
         self.order, self.report, self.test = order, lines.with_name("report"), ""
+        self.stop = stop
         with lines.open("r+b") as file:
             self.executed = mmap.mmap(file.fileno(), 0)
         self.lines: dict[str, list[int]] = {}  # that were executed during a test
@@ -179,6 +184,11 @@ class Plugin:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.note_lines()
         self.test = nodeid
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.stop and report.failed:
+            print(f"\nFAILED {report.nodeid}", flush=True)
+            os._exit(1)
 
     def note_lines(self) -> None:
         self.lines[self.test] = [i for i, executed in enumerate(self.executed[:]) if executed]
@@ -212,10 +222,10 @@ class Plugin:
 
 
 def run_tests(
-    repo: Path, name: str, limit: float, order: Callable[[str], Any], *flags: str
+    repo: Path, name: str, limit: float, order: Callable[[str], Any], stop: bool = False
 ) -> tuple[str, float]:
     """Run the tests of a file, which must end within `limit` seconds. Return ("" if all pass, else
-    the first failure, seconds).
+    the first failure, seconds). stop: see Plugin.
     """
     lines, output, begun = repo.with_name("lines"), repo.with_name("output"), time.monotonic()
     lines.write_bytes(bytes(1 << 14))
@@ -230,9 +240,9 @@ def run_tests(
         atexit._clear()  # a mutant of run.py can call them, and they delete the folder
         sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
         command = f"-q --tb=no --assert=plain -p no:cacheprovider --basetemp {repo}.tmp".split()
-        plugin = Plugin(lines, order)
+        plugin = Plugin(lines, order, stop)
         try:
-            code = pytest.main([*command, *flags, f"tests/test_{name}"], [plugin])
+            code = pytest.main([*command, f"tests/test_{name}"], [plugin])
             sys.stdout.flush()
             os._exit(code)
         finally:
@@ -335,7 +345,7 @@ def main() -> None:
                 if tests:
                     order = partial(place_of_test, tests, costs)
                     expected = seconds if "" in tests else sum(costs.get(test, 0) for test in tests)
-                    failure, own = run_tests(repo, name, 10 + 4 * expected, order, "-x")
+                    failure, own = run_tests(repo, name, 10 + 4 * expected, order, stop=True)
                 result = "killed" if failure else "survived" if tests else "not executed"
                 result = "timed out" if failure == TIMED_OUT else result
                 counts[result] += 1
