@@ -10,7 +10,8 @@
 positions (Su et al., 2021), RMS norm without weights (Zhang and Sennrich, 2019), normalised queries
 and keys (Henry et al., 2020), squared ReLU (So et al., 2021), no biases, an untied output layer,
 and blocks that start as the identity. `arch="modern2"` is modern with larger initial embeddings and
-a causal convolution over them, like the Canon layers of Allen-Zhu (2025). It trains in fewer steps.
+a causal convolution over them, like the Canon layers of Allen-Zhu (2025). It reaches the same loss
+in fewer steps.
 
 Letters in shapes: B sequences, T tokens in each, C = embd, H heads, D = C / H, V tokens in the
 vocabulary, and S keys. In training, S = T. In sampling, S also counts the cached keys.
@@ -35,7 +36,8 @@ class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
 
     vocab: int
-    block_size: int  # tokens of context; gpt2 and `sample` cannot use a longer one
+    # tokens of context; the modern architectures can train on longer ones, but not sample them
+    block_size: int
     layers: int
     heads: int
     embd: int  # width of the residual stream
@@ -94,7 +96,8 @@ class Arch(NamedTuple):
     rotary: bool = True  # False: learned positions, and queries and keys are not normalised
     bias: bool = False  # linear layers in the blocks have a bias
     tied_head: bool = False  # the output layer shares the embedding's weights
-    zero_branches: bool = True  # Block.out and Block.down start as 0, so a block as the identity
+    # Block.out and Block.down start as 0, so each block starts as the identity.
+    zero_branches: bool = True
     # number of earlier tokens that the convolution over the embeddings uses; 0: no convolution
     look_back: int = 0
 
@@ -124,11 +127,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     # For short bfloat16 sequences on a CPU, the backward pass of torch's kernel can be ten times
     # slower than the backward pass of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
-    # is_causal is right only for T = S. T = 1 needs no mask.
+    # is_causal is right only for T = S: torch lets query 0 see only key 0. T = 1 needs no mask.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     mask = q.new_full((T, S), -math.inf).triu(S - T + 1)
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT + mask  # q is smaller than the product
+    # Scale q and not the scores, because q has fewer elements.
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT + mask
     return F.dropout(scores.softmax(-1), dropout) @ v
 
 
@@ -175,7 +179,7 @@ def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
     """Return the input (B, T, C) of the first block. tokens and start: see GPT.forward."""
     config, kind = model.config, tokens.device.type
     look_back = ARCHS[config.arch].look_back
-    # Zeros stand for the tokens before the first one.
+    # The embeddings from position start - look_back on. Before the first token, they are zeros.
     e = F.pad(model.embedding(tokens), (0, 0, look_back, 0))[:, start:]
     x = e[:, look_back:]
     for i in range(1, look_back + 1):
@@ -202,7 +206,8 @@ class GPT(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
-        self.embed, self.cross_entropy = embed, cross_entropy  # compile_ replaces them
+        # These are functions and not methods, so that compile_ can replace them.
+        self.embed, self.cross_entropy = embed, cross_entropy
         self.checkpoint_activations = checkpoint_activations
         # nn.Embedding(V, C) would call normal_, whose first call on "meta" takes one second.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
@@ -226,12 +231,12 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the logits (B, T, V). With targets, return the loss sum in nats, a float32 scalar.
 
-        tokens: (B, S) int64. For gpt2, S must be at most block_size. Without caches, S = T.
+        tokens: (B, S) int64, all tokens of the context. For gpt2, S must be at most block_size.
+            T = S - start positions are computed.
         targets: (B, T) int64.
         caches: (layers, 2, B, H, S, D), for sampling in evaluation mode. The first `start`
-            positions hold the keys and values of earlier calls. This call computes the other
-            T = S - start positions, writes their keys and values, and returns only the logits of
-            the last token, (B, 1, V).
+            positions hold the keys and values of earlier calls. This call writes those of the
+            other T positions, and returns only the logits of the last token, (B, 1, V).
         start: at most S - 1. Without caches, it must be 0. This is not checked.
         """
         x = self.embed(self, tokens, start)
@@ -264,6 +269,7 @@ def build(
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
+    # The first five fields are the sizes.
     if min(config[:5]) < 1 or not 0 <= config.dropout < 1:
         raise ValueError(f"{config}: sizes must be at least 1, and dropout from 0 to below 1")
     # Rotary positions turn pairs of dimensions.
@@ -287,9 +293,9 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
 
     shape: of the whole parameter, also if each rank holds only a part of it.
     """
-    # endswith gives True, that is 1, for the weights of norms, and 0 for biases. Matrices are drawn
-    # below.
-    weight = torch.full(shape, name.endswith("weight"), dtype=torch.float32, device="cpu")
+    # The weights of norms are ones, and biases are zeros. Matrices are drawn below.
+    ones = name.endswith("weight")
+    weight = torch.full(shape, float(ones), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         arch = ARCHS[config.arch]
         std = 0.02
@@ -318,8 +324,8 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def compile_(model: GPT) -> None:
     """Compile the parts of the model in place: embedding, each block, and loss.
 
-    The names of the parameters do not change. As each block is compiled alone, DDP can send its
-    gradients during the rest of the backward pass.
+    The names of the parameters do not change. As each block is compiled alone, DDP can send the
+    gradients of a block during the backward pass of the blocks before it.
 
     Two settings of torch._dynamo change for the whole process. Do not sample from a compiled model:
     it would be compiled again for each length. It cannot be pickled: save its state_dict().
@@ -397,7 +403,7 @@ def sample(
         context, start = torch.cat((context, tokens[:, None]), 1), end
         yield tokens
         if end == config.block_size:
-            context, start = context[:, end // -2 :], 0  # the last ceil(end / 2) tokens
+            context, start = context[:, -math.ceil(end / 2) :], 0
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
@@ -412,6 +418,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     if top_k:
         smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
-    # The largest logit becomes 0, so the division cannot give +inf.
+    # The largest logit becomes 0, so the division cannot give +inf. In float32, a temperature below
+    # 1e-45 is 0, and 0 / 0 would be NaN.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     return torch.multinomial(logits.softmax(-1), 1).flatten()
