@@ -37,8 +37,9 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# The parent can end during the slow import of torch, so its id is read first. The key is the id of
-# this process, because a forked child inherits this dict, but has another parent.
+# For _die_with_parent: the id of the parent, read before the slow import of torch, during which the
+# parent can end. The key is the id of this process, because a forked child inherits this dict, but
+# has another parent.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
@@ -48,8 +49,8 @@ from torch import nn  # noqa: E402
 
 T = TypeVar("T")
 PACKAGES = str(Path(torch.__file__).parents[1])
-# Files whose names begin with one of these are libraries. All other files belong to the user's
-# program. "<frozen" begins files of Python's import system; "<string>" starts a spawned process.
+# The message of _watch_ranks names only lines of the user's program. Files whose names begin with
+# one of these are libraries: "<frozen" is Python's import system, "<string>" starts a process.
 LIBRARIES = os.path.dirname(os.__file__), PACKAGES, __file__, "<frozen", "<string>"
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
@@ -103,9 +104,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     rank can use the functions of this file, but not torch.distributed.
 
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
-        of a machine gets GPU i. On a CPU, the ranks of a machine share its CPUs: this sets torch's
-        number of threads, unless the machine has only one rank and OMP_NUM_THREADS is set. The
-        backend is NCCL for CUDA, else gloo.
+        of a machine gets GPU i. On a CPU, process_group divides the CPUs of a machine among its
+        ranks: it sets torch's number of threads, unless the machine has only one rank and
+        OMP_NUM_THREADS is set. The backend is NCCL for CUDA, else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
         code 1, without an exception. One such rank prints the current program lines of
         every rank. Use wait_together for work that may take longer. While a rank runs
@@ -116,23 +117,27 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     the timeout. Every rank with such an error raises it.
 
     If a rank is killed, if its device is not available (ValueError), or if an exception (a subclass
-    of Exception) leaves the block, all ranks that still use the group end. One rank reports the
-    cause:
+    of Exception) leaves the block, all ranks that still use the group end. A rank that then starts
+    no collective ends after about one timeout. One rank reports the cause:
     - If a rank was killed or lost, one of the others (unless torchrun ends them first) raises
       ConnectionError, which names the ranks that did not answer. Under spawn, the parent process
-      reports the lost rank instead. If the store is lost too, each rank raises ConnectionError.
-      With spawn, the parent process holds the store, with torchrun its agent, otherwise rank 0.
-    - If all ranks failed in torch.distributed, one of them raises torch's own exception.
+      reports the lost rank instead, if its exit code is not 0. If the store is lost too, each rank
+      raises ConnectionError. The parent process of spawn or torchrun's agent holds the store; with
+      other launchers, rank 0 does.
+    - If no rank was lost, but all failed in torch.distributed, one raises torch's own exception.
     - Otherwise, the rank that failed first raises its own exception.
     All other ranks raise SystemExit instead of the exception that they got. Python prints nothing
-    for it. The exit code is the attribute `exit_code` of the replaced exception, else 1.
-    But a rank that is joining the group, or waiting in a collective of NCCL, raises nothing. It
-    ends with exit code 1 at the timeout. With NCCL, it ends earlier, within 3/20 of the timeout, if
-    another rank has reported an error or the store is lost; or torch ends it with SIGABRT.
+    for it. The exit code is the attribute `exit_code` of the replaced exception, else 1. (Python
+    ignores this attribute of an exception that is not replaced, but spawn uses it.)
 
-    A rank that leaves the block by sys.exit or KeyboardInterrupt is lost for ranks that still use
-    the group. With sys.exit() and sys.exit(0), it first leaves the group cleanly, as at the end of
-    the block. With another exit code, and with KeyboardInterrupt, it does not.
+    Two kinds of ranks raise nothing, and end with exit code 1: those that wait in
+    init_process_group, and those that wait in a collective of NCCL. They end at the timeout. With
+    NCCL, they end within 3/20 of the timeout if another rank has reported an error or the store is
+    lost. torch can also end them with SIGABRT.
+
+    A rank that leaves the block by sys.exit or KeyboardInterrupt counts as lost for ranks that
+    still use the group. With sys.exit() and sys.exit(0), it first leaves the group cleanly, as at
+    the end of the block. With another exit code, and with KeyboardInterrupt, it does not.
 
     After a block that ended cleanly, a program can call process_group again. The current GPU,
     torch's number of threads, and the environment variables GLOO_SOCKET_IFNAME and
@@ -154,7 +159,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     joined, block_ended = threading.Event(), threading.Event()
     try:
         # Each group needs its own keys. Each rank counts its groups, so all get the same number.
-        store = dist.PrefixStore(f"group {store.add(f'groups of {env.rank}', 1)}", store)
+        # _wait_for_ranks knows these keys.
+        number = store.add(f"groups of {env.rank}", 1)
+        store = dist.PrefixStore(f"group {number}", store)
         world = _select_device(device, env)
         cuda = world.device.type == "cuda"
         # A second connection, because the main thread may block the first one.
@@ -182,9 +189,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         finally:
             block_ended.set()
             if clean:
-                # The watcher must not read a destroyed group. If it still runs after 6 seconds, it
-                # must be waiting for a store that does not answer, and will not read the group any
-                # more.
+                # The watcher must not read a destroyed group. Usually it ends at once. If it still
+                # runs after 6 seconds, it waits for a store that does not answer, and will not read
+                # the group any more.
                 futures.wait([watcher], 6)
                 if dist.is_initialized():  # The program can have destroyed it.
                     dist.destroy_process_group()
@@ -224,6 +231,7 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     This is the number in its CPU affinity, or the CPU quota of the container if that is lower.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # These files belong to version 2 and to version 1 of cgroups.
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         # Without a quota, there is no file, or it contains "max" or -1.
         with suppress(OSError, ValueError):
@@ -292,7 +300,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
     consequence = from_gloo or isinstance(error, dist.DistError)
 
     def claim_report() -> list[str]:
-        """Return the ranks that have not got here. Raise SystemExit if another rank reports."""
+        """Raise SystemExit if another rank reports. Otherwise, return the ranks with no error."""
         store.set(f"failed {env.rank}", "")
         if consequence:  # Let the rank that failed first report.
             time.sleep(1)
@@ -305,7 +313,8 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
         missing = _in_thread(claim_report).result(6)
     except (dist.DistError, TimeoutError):
         missing = ["0"]  # The store is lost, and usually rank 0 or its machine with it.
-    if consequence and missing:  # If all ranks got here, none was lost.
+    # If all ranks have an error, none was lost, and the caller raises `error`.
+    if consequence and missing:
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
         raise ConnectionError(f"no answer from rank {' or '.join(missing)} ({how})") from error
 
@@ -324,14 +333,18 @@ def _watch_ranks(
     This runs in a thread of each rank. When it ends the process, the thread `main`, which called
     process_group, is blocked in a collective, so no exception can be raised there.
 
-    An interval is 1/20 of the timeout. In each interval, each rank adds 1 to the same counter in
-    the store, and stores the new count with the line of its program. So the counter is a clock that
-    all machines share, and the count shows how old a line is. A rank is stuck if it waits, no
-    collective has started or ended since the last interval, and no rank runs torch.compile. (After
-    a rank has reported an error, all others count as waiting.) A rank that is stuck 20 times in a
-    row ends. The first one prints where each rank is, if no rank has reported an error. If a rank
-    has, or the store is lost, a rank that waits in a collective of NCCL ends after 2 times, because
-    NCCL does not notice that another rank has failed.
+    An interval is 1/20 of the timeout. In each interval, each rank adds 1 to one counter in the
+    store, and stores the new count together with the line of its program. All ranks use the same
+    counter, so an old line is one with a low count.
+
+    A rank is stuck in an interval if it waits, no collective has started or ended since the last
+    interval, and no rank runs torch.compile. After a rank has reported an error, all others count
+    as waiting.
+
+    A rank ends after 20 intervals in a row in which it was stuck. If no rank has reported an error,
+    the first one prints where each rank is. NCCL does not notice that another rank has failed: if a
+    rank has reported an error, or the store is lost, a rank that waits in a collective of NCCL ends
+    after 2 such intervals.
     """
     numbers: Any = None
     count = compiled = 0
@@ -341,11 +354,13 @@ def _watch_ranks(
         before = numbers, compiled  # one interval ago
         numbers, waiting = _inspect_collectives(cuda, numbers)
         waiting |= not joined.is_set()
-        enough = 2 if cuda and waiting else 20
-        with suppress(dist.DistError):  # The store is lost if rank 0 held it and ended.
+        enough = 2 if cuda and waiting else 20  # if the store is lost, or an error is reported
+        # The store is lost if rank 0 held it and ended. Then the rest of this block is left out.
+        with suppress(dist.DistError):
             count = store.add("counter", 1)
             store.set(f"state of {env.rank}", json.dumps([count, line]))
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
+            # gloo itself notices that another rank has failed.
             reported = (cuda or not waiting) and store.add("reported", 0) > 0
             waiting |= reported
             if not reported:
@@ -362,7 +377,8 @@ def _watch_ranks(
                 json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
                 for rank in range(env.size)
             ]
-            oldest = counts[-4:][0]  # A state that is older than three intervals is no answer.
+            # A state from before the last three intervals is no answer.
+            oldest = counts[-4:][0]
             ranks = [
                 f"rank {rank} at {place}" if written > oldest else f"no answer from rank {rank}"
                 for rank, (written, place) in enumerate(states)
@@ -375,7 +391,7 @@ def _watch_ranks(
 def _inspect_threads(main: int) -> tuple[str, bool]:
     """Return the program lines of the thread `main`, and whether a thread runs torch.compile.
 
-    They are those of the innermost three calls, because the first is often in a helper function.
+    These are up to three lines, the innermost call first, which is often in a helper function.
     """
     # traceback.extract_stack would read source files. Their storage can hang.
     stacks = {
@@ -383,8 +399,8 @@ def _inspect_threads(main: int) -> tuple[str, bool]:
         for id, top in sys._current_frames().items()
     }
     program = [f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARIES)]
-    # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION'). "<module>" does not count: there
-    # the file is only being imported.
+    # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION'). The function "<module>" does not
+    # count: there the file is only being imported.
     compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
     return " < ".join(program[:3]) or "a library", bool(re.search(compiler, f"{stacks}"))
 
@@ -402,7 +418,7 @@ def _inspect_collectives(cuda: bool, before: Any) -> tuple[Any, bool]:
     numbers = [json.loads(dump(False, True))["pg_status"] for dump in dumps]
     waiting = any(
         group["last_enqueued_collective"] != group["last_completed_collective"]
-        for groups in numbers[1:]
+        for groups in numbers[1:]  # of NCCL
         for group in groups.values()
     )
     # gloo completes collectives in any order, so the last one can be complete while an earlier one
@@ -452,7 +468,8 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         # pass now, with zeros, so that a resumed run rounds like an unbroken one. (Not with
         # find_unused_parameters: DDP then keeps its buckets. Not with static_graph: DDP would take
         # this pass for the graph. Not with sparse embeddings: the zeros below are dense.)
-        # prepare_for_backward takes the place of the forward pass. []: expect all gradients.
+        # prepare_for_backward takes the place of the forward pass. Its argument [] means that each
+        # parameter gets a gradient.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
             torch.autograd.backward(
@@ -479,8 +496,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
 
     All ranks must call this function. If the calls of some ranks raise ValueError or OSError, all
     ranks raise the error of the lowest such rank. If pickle cannot copy it, the other ranks raise a
-    plain ValueError or OSError with its message. If there is no such error, an exception of another
-    type is raised only on its own rank.
+    plain ValueError or OSError with its message. An exception of another type is raised only on its
+    own rank, and not at all if there is such an error.
 
     Use it for slow work, such as reading large files: here the timeout of process_group does not
     apply. If a call hangs, all ranks wait.
@@ -515,7 +532,8 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
     All ranks must call this function. The result must be picklable. In all other respects it works
-    like wait_together.
+    like wait_together. After an exception of another type than ValueError and OSError, the other
+    ranks wait until rank 0 ends.
     """
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
@@ -600,13 +618,13 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     raises KeyboardInterrupt. If this process dies, Linux kills its ranks.
 
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
-        are killed.
+        are killed. If a rank ends with another code after that, the 4 seconds count instead.
 
     The first of these rules that applies decides the result:
     - If all ranks end with the same exit code (not by a signal), it is returned.
-    - If the exit code of the first rank with an error is 130, as after Ctrl-C, 130 is returned.
-    - If a rank has reported an error through process_group, the code of the rank that ended first
-      with an error is returned, or 1 if a signal killed it.
+    - If the rank that failed first ended with 130, as after Ctrl-C, 130 is returned.
+    - If a rank has reported an error through process_group, the code of the rank that failed first
+      is returned, or 1 if a signal killed it.
     - Otherwise, ChildProcessError is raised. Its message names the rank that failed or did not end.
     ValueError if size < 1, on Windows, and if `fn` or `args` need functions or classes that are
     defined in a notebook.
@@ -656,8 +674,8 @@ def _wait_for_ranks(
             code = next(filter(None, codes))
             failed = codes.index(code)
             # Whoever adds the first 1 to the key "reported" reports the error: a rank or this
-            # process. Here, the key needs the prefixes that _connect_to_store and process_group
-            # add. Adding 0 only reads the number of the group.
+            # process. The ranks get the prefixes "0" from _connect_to_store and "group N" from
+            # process_group; here they are part of the key. Adding 0 only reads the number N.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"
@@ -678,6 +696,7 @@ def _wait_for_ranks(
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
+    # The rules in the docstring of spawn. All ranks can have the same code, but not by a signal.
     if problem and code != 130 and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
     return 1 if code < 0 else code
