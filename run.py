@@ -95,7 +95,7 @@ PATH, DEVICES = click.Path(), ["auto", "cpu", "cuda", "mps"]
 
 
 def check_number(_: click.Context, __: click.Parameter, value: T) -> T:
-    """Return the value of a flag. It must not be nan or infinite, which click's ranges accept."""
+    """Return the value of a flag. Refuse nan and infinity, which the ranges of click accept."""
     if isinstance(value, (int, float)) and not value < 2**63:  # this also finds nan
         raise click.BadParameter(f"{value} is not a number below 2**63")
     return value
@@ -223,8 +223,9 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads the state to start from. This may take longer than --timeout, hence
-        # wait_together. All ranks get `saved`, the state without its large parts.
+        # Rank 0 reads the state to start from; on the other ranks, `state` is {}. This may take
+        # longer than --timeout, hence wait_together. `saved` is the state without its large parts,
+        # and the same on all ranks.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -257,7 +258,8 @@ def train(flags: Flags, given: set[str]) -> int:
         compiled = flags.compile
         machine: Values = {"ranks": world.size}
         with suppress(FileNotFoundError):  # for mfu, a memory check, and to compile long runs
-            describe, recompute = extra("machine").check_and_describe, flags.checkpoint_activations
+            describe = extra("machine").check_and_describe
+            recompute = flags.checkpoint_activations
             machine |= describe(world.device, dtype, world.size, flags.strategy, config, recompute)
             if compiled is None:
                 flops = tokens_at(total) * flops_per_token
@@ -275,14 +277,15 @@ def train(flags: Flags, given: set[str]) -> int:
         if flags.strategy == "ddp":
             replica = ddp_setup.replicate(model, world)
         else:
-            weight, blocks = partial(gpt.initial_weight, config, flags.seed), [*model.blocks]
-            shard_ = extra("fsdp").shard_
+            weight = partial(gpt.initial_weight, config, flags.seed)
+            shard_, blocks = extra("fsdp").shard_, [*model.blocks]
             replica = shard_(model, world.size, world.device, blocks, flags.strategy, weight)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
             with usage_errors(f"{saved['name']}: "):
-                # Sends it from rank 0 to all. The learning rates of `optimizers` stay as they are.
+                # Rank 0 sends the weights and moments to all. Settings such as the learning rate
+                # are those of the flags.
                 storage.restore_(state, replica, optimizers)
             if saved.get("scaler"):  # only after a run in float16
                 scaler.load_state_dict(saved["scaler"])
@@ -343,9 +346,9 @@ def train(flags: Flags, given: set[str]) -> int:
                 f"{flags.out}"
             )
         log = partial(append_metrics, storage, flags.out)
-        # With more OpenMP threads than CPUs, idle ones sleep at once, and training on a CPU is a
-        # third slower. So the thread of the pool uses only one. torch would give this setting also
-        # to each thread that has not asked for its own yet. So this thread asks now.
+        # The thread that saves gets one OpenMP thread: with more threads than CPUs, training on a
+        # CPU is a third slower. set_num_threads would also change the number of each thread that
+        # has not read it yet, so the main thread reads its own here.
         torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         # The latest save and its deadline. At first, a call that does nothing.
@@ -387,8 +390,8 @@ def train(flags: Flags, given: set[str]) -> int:
                 # A step whose loss or gradient is not finite changes no weight. If such steps
                 # repeat, their checkpoints would be equal, and --keep would delete older ones.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If an evaluation or a save follows, float() or isfinite() above has waited for the
-                # device on rank 0. So the time after paused_at contains no training.
+                # On rank 0, float() or isfinite() above has waited for the device if an evaluation
+                # or a save follows. So the time after paused_at contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -424,8 +427,8 @@ def train(flags: Flags, given: set[str]) -> int:
         except Exception:
             wait_for_save(*writing)  # Not wait_for_saves: other ranks may have no error.
             raise
-        # may_save: the last save was not skipped. On ranks that do not write, writing[0] is still
-        # the call that does nothing.
+        # may_save is set here, because the loop ends only after a save. It is false if that save
+        # was skipped. On ranks that do not write, writing[0] is still the call that does nothing.
         ended = may_save and wait_for_saves()
         failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
     if rank0 and failed:
@@ -464,8 +467,8 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
-    # Checkpoints of version 0.1 have other flag names and defaults.
     config["vocab"] = state["vocabulary"]["vocab"]
+    # Checkpoints of version 0.1 have other flag names and defaults.
     if "tokens" in config:
         config["tokenizer"] = config.pop("tokens")
     state["config"] = {"eval_tokens": 0, "embedding_lr": 1.0, "momentum": 0.95, **config}
@@ -628,9 +631,9 @@ def prepare_folder(
     Set damaged checkpoints aside, remove metrics after `step`, and write config.json.
     """
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
-    # Each config.json of this program has the name of this flag.
+    # A new run does not overwrite files of another program. A config.json of this one has the flag.
     if (old or metrics) and '"val_fraction"' not in old and not step:
-        raise ValueError("it has a metrics.jsonl or config.json that this program did not write")
+        raise ValueError("its metrics.jsonl or config.json is not of this program")
     storage.make_folder(out)
     lock = storage.lock(out)
     # Another run may have written before this one had the lock.
@@ -639,7 +642,7 @@ def prepare_folder(
     for name, reason in rejected.items():
         storage.set_aside(out, name)
         warn(f"{name}: {reason}; set aside, continuing from step {step}")
-    # This leaves out a line that a crash has cut off.
+    # Keep complete records up to this step. A crash can have cut off the last line.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     kept = (line[0] for line in re.finditer(pattern, metrics) if int(line[1]) <= step)
     storage.write_text(out, "metrics.jsonl", "".join(kept))
@@ -711,8 +714,8 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]:
     """Enter ddp_setup.process_group. After a mistake of the user, all ranks get the exit code 2.
 
-    process_group reads the exit code from the error that leaves its block, hence the inner
-    usage_errors. The outer one is for errors that process_group itself raises.
+    The inner usage_errors makes a UsageError, whose exit code process_group gives to all ranks. The
+    outer one is for errors that process_group itself raises.
     """
     with usage_errors(), ddp_setup.process_group(device, timeout) as world, usage_errors():
         yield world
@@ -722,7 +725,8 @@ def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]
 def usage_errors(subject: str = "", advice: str = "") -> Iterator[None]:
     """Raise click.UsageError for errors about values, files and packages: SUBJECT ERROR ADVICE.
 
-    To see the traceback of a ValueError, replace this function's body by `yield`.
+    An error that already is a UsageError is not changed. To see the traceback of a ValueError,
+    replace this function's body by `yield`.
     """
     try:
         yield
@@ -837,6 +841,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
     with join_group(device) as world:
         model, state = load_model(out, world)
         config = state["config"]
+        # merge_saved_flags takes the flags from this dict.
         config["eval_tokens"] = 0  # all
         if data is not None:
             config |= {"data": data, "val_fraction": 1.0}
