@@ -291,12 +291,12 @@ def save(
 
     state: what snapshot() returned on rank 0. step: from 0. A checkpoint of the same step is
     replaced, also the best one. loss: the validation loss. keep: if given, prune(folder, keep)
-    follows.
+    follows. If the folder has checkpoints with higher steps, prune() can delete the new one at
+    once. Damaged checkpoints count too, until set_aside().
 
     ValueError if load() would refuse the file, for example because of NaN. No file is then left.
-    ValueError also, after the file was written and before prune(), if keep < 1, or if prune() would
-    delete the new file because `keep` others have higher steps. Damaged checkpoints count too,
-    until set_aside(). After an error in writing, the earlier checkpoints are untouched.
+    ValueError also if keep < 1, after the file was written. After an error in writing, the earlier
+    checkpoints are untouched.
     """
     _check_state(state)
     make_folder(folder)
@@ -314,8 +314,6 @@ def save(
         if other.step == step and other != entry:
             _remove(folder, other.name)
     if keep is not None:
-        if entry in superseded(list_checkpoints(folder), keep):
-            raise ValueError(f"{folder} has newer checkpoints: resume, or use another folder")
         prune(folder, keep)
     return entry
 

@@ -1191,19 +1191,6 @@ def test_prune_ignores_a_checkpoint_that_another_process_has_deleted(folder, mon
     assert names(folder) == [entries[2].name]
 
 
-def test_save_refuses_to_delete_the_new_checkpoint_at_once(folder):
-    """As in a run that forgets to resume in a folder that another run has used."""
-    for step in (5, 6):
-        ckpt.save(folder, some_state(step), step)
-    with pytest.raises(ValueError, match="has newer checkpoints: resume, or use another folder"):
-        ckpt.save(folder, some_state(), 3, keep=2)
-    assert [entry.step for entry in ckpt.list_checkpoints(folder)] == [3, 5, 6]
-    ckpt.save(
-        folder, some_state(), 4, loss=0.5, keep=2
-    )  # It stays, because it has the lowest loss.
-    assert [entry.step for entry in ckpt.list_checkpoints(folder)] == [4, 5, 6]
-
-
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keep_below_1_is_an_error_and_deletes_nothing(folder, keep):
     saved = [ckpt.save(folder, some_state(i), i, 1.0) for i in range(3)]
