@@ -97,9 +97,9 @@ def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | Non
     given, else the characters that occur, in code point order. "byte" gives one id per byte.
 
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
-    llm.c) need no tokenizer. A .bin of another type can be misread: write .npy instead. The
-    vocabulary size is `vocab`, or if that is None the highest id + 1, rounded up to a multiple of
-    64. The ids are checked later, when windows are read, against BatchPlan.vocab.
+    llm.c) contain tokens, so `tokenizer` is ignored. A .bin of another type can be misread: write
+    .npy instead. The vocabulary size is `vocab`, or if that is None the highest id + 1, rounded up
+    to a multiple of 64. The ids are checked later, when windows are read, against BatchPlan.vocab.
 
     Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Characters are in
     memory. Raises ValueError or OSError if a file is damaged, if a text has a character that is not

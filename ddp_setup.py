@@ -117,8 +117,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     the timeout. Every rank with such an error raises it.
 
     If a rank is killed, if its device is not available (ValueError), or if an exception (a subclass
-    of Exception) leaves the block, all ranks that still use the group end. A rank that then starts
-    no collective ends after about one timeout. One rank reports the cause:
+    of Exception) leaves the block, all ranks that still use the group end. One rank reports the
+    cause:
     - If a rank was killed or lost, one of the others (unless torchrun ends them first) raises
       ConnectionError, which names the ranks that did not answer. Under spawn, the parent process
       reports the lost rank instead, if its exit code is not 0. If the store is lost too, each rank
@@ -130,10 +130,13 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     for it. The exit code is the attribute `exit_code` of the replaced exception, else 1. (Python
     ignores this attribute of an exception that is not replaced, but spawn uses it.)
 
-    Two kinds of ranks raise nothing, and end with exit code 1: those that wait in
-    init_process_group, and those that wait in a collective of NCCL. They end at the timeout. With
-    NCCL, they end within 3/20 of the timeout if another rank has reported an error or the store is
-    lost. torch can also end them with SIGABRT.
+    Some ranks end with exit code 1 and without an exception:
+    - a rank that has waited for the timeout;
+    - after another rank has reported an error, a rank that starts no collective for about the
+      timeout;
+    - with NCCL, a rank that waits in a collective or in init_process_group, within 3/20 of the
+      timeout after another rank has reported an error or the store was lost. torch can also end
+      this rank with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt counts as lost for ranks that
     still use the group. With sys.exit() and sys.exit(0), it first leaves the group cleanly, as at
@@ -343,8 +346,8 @@ def _watch_ranks(
 
     A rank ends after 20 intervals in a row in which it was stuck. If no rank has reported an error,
     the first one prints where each rank is. NCCL does not notice that another rank has failed: if a
-    rank has reported an error, or the store is lost, a rank that waits in a collective of NCCL ends
-    after 2 such intervals.
+    rank has reported an error, or the store is lost, a rank that waits for NCCL ends after 2 such
+    intervals.
     """
     numbers: Any = None
     count = compiled = 0
@@ -594,8 +597,9 @@ def detach_worker(worker_id: int) -> None:
 
     Otherwise the worker can end before its rank has saved. torchrun and the terminal send signals
     to a process group; setsid takes the worker out of it. SLURM can send SIGUSR1 to all processes,
-    so the worker ignores it. It must not ignore SIGTERM: if the rank fails, Python sends SIGTERM to
-    the worker and waits until it has ended.
+    so the worker ignores it. A SIGTERM to the worker itself still ends it, because if the rank
+    fails, Python sends one and waits until the worker has ended. On Windows, this function does
+    nothing.
     """
     if hasattr(os, "setsid"):  # not on Windows
         os.setsid()
@@ -647,16 +651,17 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
         # stop_signals. The resource tracker of multiprocessing would unblock them when it starts,
         # so it is started first.
         resource_tracker.ensure_running()
+        others = mp.active_children()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             context = mp.spawn(_run_rank, (os.getpid(), port, size, fn, *args), size, join=False)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            return _wait_for_ranks(context.processes, stop_requested, timeout, store)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        try:
-            return _wait_for_ranks(context.processes, stop_requested, timeout, store)
-        finally:  # Without an exception, all ranks have ended.
-            for process in context.processes:
-                process.kill()
+            # After KeyboardInterrupt, ranks can still run.
+            for rank in {*mp.active_children()}.difference(others):
+                rank.kill()
 
 
 def _wait_for_ranks(

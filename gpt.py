@@ -36,7 +36,7 @@ class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
 
     vocab: int
-    # tokens of context; the modern architectures can train on longer ones, but not sample them
+    # tokens of context; gpt2 and `sample` cannot use a longer context, the others can train on it
     block_size: int
     layers: int
     heads: int

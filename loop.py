@@ -22,6 +22,7 @@ functions in the same order. Wrap the model in DistributedDataParallel (DDP) or 
 fully_shard), not in the older FullyShardedDataParallel. For FSDP2, train_ needs sync_each=True.
 """
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -435,15 +436,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on `device`. Tuples, lists and dicts can be nested.
 
     Objects with a method to(), such as a PackedSequence or Hugging Face's BatchEncoding, move
-    themselves.
+    themselves. On CUDA, the host waits for that.
     """
 
     def movable(value: Any) -> bool:
-        return hasattr(value, "to")
+        return callable(getattr(value, "to", None))
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return value.to(device)
+            return copy.copy(value).to(device)  # BatchEncoding.to changes the object itself.
         if device.type == "cuda" and value.is_cpu:
             # to() would copy a non-contiguous tensor through unpinned memory.
             value = value.contiguous().pin_memory()

@@ -170,7 +170,7 @@ class Flags:
     )
     compile: bool | None = option(
         None,
-        "Use torch.compile.  [default: for runs that are so long that it saves time]",
+        "Use torch.compile.  [default: with extras/, for runs that are so long that it saves time]",
         param_decls=["--compile/--no-compile"],
     )
     checkpoint_activations: bool = option(
@@ -633,7 +633,7 @@ def prepare_folder(
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
     # A new run does not overwrite files of another program. A config.json of this one has the flag.
     if (old or metrics) and '"val_fraction"' not in old and not step:
-        raise ValueError("its metrics.jsonl or config.json is not of this program")
+        raise ValueError("this program did not write its metrics.jsonl or config.json")
     storage.make_folder(out)
     lock = storage.lock(out)
     # Another run may have written before this one had the lock.

@@ -1,4 +1,4 @@
-"""Additions to a click group: a TOML file of flags, checks of names, sections on the help page.
+"""Additions to a click group: a TOML file of flags, a check of names, sections on the help page.
 
     extend(cli, "MYPROGRAM")
 
@@ -26,8 +26,17 @@ SECTIONS = {
 }
 
 
-def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIONS) -> None:
-    """Add the flag --config, checks of the environment and of commands, and help sections.
+# Follows the error about an unknown command of run.py.
+ADVICE = "To train, give no command. A pattern needs quotes: 'books/*.txt'."
+
+
+def extend(
+    group: click.Group,
+    prefix: str,
+    sections: Mapping[str, str] = SECTIONS,
+    advice: str = ADVICE,
+) -> None:
+    """Add the flag --config, a check of the environment, and sections on the help page.
 
     --config names a TOML file with defaults of the group's flags. The environment and the command
     line win over it. Before a command, it holds for the flags that the command shares with the
@@ -35,6 +44,7 @@ def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIO
     prefix: environment variables that begin with PREFIX_ set flags, and must name flags of the
     group or of its commands.
     sections: maps the name of the first flag of each section to the title of the section.
+    advice: is added to the error about an unknown command.
     """
     known = [f"{param.name}" for param in group.params if param.expose_value]
     group.context_settings["auto_envvar_prefix"] = prefix
@@ -62,10 +72,12 @@ def extend(group: click.Group, prefix: str, sections: Mapping[str, str] = SECTIO
     resolve_command = group.resolve_command
 
     def resolve_or_explain(ctx: click.Context, args: list[str]) -> Any:
+        name = args[0]
         try:
             return resolve_command(ctx, args)
         except click.UsageError as error:
-            advice = "To train, give no command. A pattern needs quotes: 'books/*.txt'."
+            if name.startswith("-"):  # an unknown flag
+                raise
             raise click.UsageError(f"{error.format_message()} {advice}", ctx) from None
 
     setattr(group, "resolve_command", resolve_or_explain)

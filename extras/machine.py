@@ -1,6 +1,7 @@
 """What this machine can compute: the peak rate that model FLOPs utilisation (mfu) is relative to.
 
-keep_freed_memory() makes training on a CPU faster. should_compile() tells if torch.compile does.
+keep_freed_memory() makes training on a CPU faster. should_compile() decides whether a run is long
+enough for torch.compile.
 
 peak, source = peak_flops(torch.device("cuda"), torch.bfloat16)  # H100: (989e12, "datasheet")
 mfu = tokens_per_second * flops_per_token / peak

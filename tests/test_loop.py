@@ -9,6 +9,7 @@ from collections import UserDict
 from dataclasses import FrozenInstanceError
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -981,7 +982,15 @@ class DictOfTensors(UserDict):
     """Like the class BatchEncoding of transformers, which is no dict."""
 
     def to(self, device):
-        return DictOfTensors({name: tensor.to(device) for name, tensor in self.items()})
+        self.data = {name: tensor.to(device) for name, tensor in self.items()}
+        return self
+
+
+class Edges(NamedTuple):
+    """Its field `to` is no method."""
+
+    start: torch.Tensor
+    to: torch.Tensor
 
 
 def test_to_device_lets_other_objects_move_themselves():
@@ -991,6 +1000,9 @@ def test_to_device_lets_other_objects_move_themselves():
     assert type(encoding) is DictOfTensors and encoding["ids"].is_meta
     assert moved.data.is_meta and four == 4
     assert moved.batch_sizes.tolist() == [2, 1, 1]  # These stay on the CPU.
+    assert not batch[0]["ids"].is_meta  # The batch itself is not changed.
+    edges = loop.to_device(Edges(torch.ones(2), torch.ones(2)), torch.device("meta"))
+    assert type(edges) is Edges and edges.start.is_meta and edges.to.is_meta
 
 
 # --------------------------------------------------------------------------------- no wait for CUDA

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from functools import partial
 from itertools import islice
 
 import torch
@@ -63,8 +64,8 @@ def main(world, stop):
         ):
             if report.stop or step % steps_per_epoch == 0:
                 state = ckpt.snapshot(replica, [opt])
-                if world.rank == 0:
-                    ckpt.save("out-tutorial", state, step, keep=3)
+                save = partial(ckpt.save, "out-tutorial", state, step, keep=3)
+                ddp_setup.from_rank_zero(save, world)
             if report.stop:
                 break
         if step % steps_per_epoch == 0:
@@ -73,7 +74,7 @@ def main(world, stop):
             accuracy = loop.evaluate(replica, loader, count_correct)
             if world.rank == 0:
                 print(f"epoch {epoch}: loss {report.loss:.4f}, accuracy {accuracy:.4f}")
-        if report.stop:
+        if report.stop and step < 3 * steps_per_epoch:
             if world.rank == 0:
                 print(f"stopped after step {step}")
             return True

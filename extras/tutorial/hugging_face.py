@@ -12,6 +12,7 @@ newest checkpoint. At the end, it writes the folder `model`, for `from_pretraine
 import math
 import os
 import sys
+from functools import partial
 from itertools import islice
 
 import torch
@@ -96,8 +97,8 @@ def main(world, stop):
         ):
             if report.stop or step % steps_per_epoch == 0:
                 state = ckpt.snapshot(replica, [opt])
-                if world.rank == 0:
-                    ckpt.save("out-hugging-face", state, step, keep=3)
+                save = partial(ckpt.save, "out-hugging-face", state, step, keep=3)
+                ddp_setup.from_rank_zero(save, world)
             if report.stop:
                 break
         if step % steps_per_epoch == 0:
@@ -106,7 +107,7 @@ def main(world, stop):
             test_loss = loop.evaluate(replica, loader, loss_fn)
             if world.rank == 0:
                 print(f"epoch {epoch}: loss {report.loss:.4f}, test loss {test_loss:.4f}")
-        if report.stop:
+        if report.stop and step < 3 * steps_per_epoch:
             if world.rank == 0:
                 print(f"stopped after step {step}")
             return True

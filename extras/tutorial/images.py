@@ -16,6 +16,7 @@ import os
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -144,8 +145,8 @@ def main(world, stop):
         ):
             if report.stop or step % steps_per_epoch == 0:
                 state = ckpt.snapshot(replica, [opt])
-                if world.rank == 0:
-                    ckpt.save("out-images", state, step, keep=3)
+                save = partial(ckpt.save, "out-images", state, step, keep=3)
+                ddp_setup.from_rank_zero(save, world)
             if report.stop:
                 break
         if step % steps_per_epoch == 0:
@@ -154,7 +155,7 @@ def main(world, stop):
             accuracy = loop.evaluate(replica, loader, count_correct)
             if world.rank == 0:
                 print(f"epoch {epoch}: loss {report.loss:.6f}, accuracy {accuracy:.4f}")
-        if report.stop:
+        if report.stop and step < 3 * steps_per_epoch:
             if world.rank == 0:
                 print(f"stopped after step {step}")
             return True

@@ -11,6 +11,7 @@ simpler: it has no state.
 import math
 import os
 import sys
+from functools import partial
 from itertools import islice
 
 import torch
@@ -84,8 +85,8 @@ def main(world, stop):
             scheduler.step()  # before the snapshot, which then has the state for the next step
             if report.stop or step % steps_per_epoch == 0:
                 state = ckpt.snapshot(replica, [opt], scheduler=scheduler.state_dict())
-                if world.rank == 0:
-                    ckpt.save("out-scheduler", state, step, keep=3)
+                save = partial(ckpt.save, "out-scheduler", state, step, keep=3)
+                ddp_setup.from_rank_zero(save, world)
             if report.stop:
                 break
         if step % steps_per_epoch == 0:
@@ -94,7 +95,7 @@ def main(world, stop):
             accuracy = loop.evaluate(replica, loader, count_correct)
             if world.rank == 0:
                 print(f"epoch {epoch}: loss {report.loss:.4f}, accuracy {accuracy:.4f}")
-        if report.stop:
+        if report.stop and step < 3 * steps_per_epoch:
             if world.rank == 0:
                 print(f"stopped after step {step}")
             return True

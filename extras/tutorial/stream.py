@@ -14,6 +14,7 @@ import os
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -92,8 +93,7 @@ def main(world, stop, workers):
 
     def save():
         state = ckpt.snapshot(replica, [opt], position=int(position))
-        if world.rank == 0:
-            ckpt.save("out-stream", state, step, keep=3)
+        ddp_setup.from_rank_zero(partial(ckpt.save, "out-stream", state, step, keep=3), world)
 
     dataset = RankBatches(position, world.rank, world.size)
     loader = DataLoader(

@@ -15,6 +15,7 @@ id, so `wandb sync` uploads them as one run.
 import math
 import os
 import sys
+from functools import partial
 from itertools import islice
 
 import torch
@@ -82,8 +83,8 @@ def main(world, stop):
                 run.log({"loss": float(report.loss), "grad_norm": float(report.grad_norm)}, step)
             if report.stop or step % steps_per_epoch == 0:
                 state = ckpt.snapshot(replica, [opt], run_id=run_id)
-                if world.rank == 0:
-                    ckpt.save("out-wandb", state, step, keep=3)
+                save = partial(ckpt.save, "out-wandb", state, step, keep=3)
+                ddp_setup.from_rank_zero(save, world)
             if report.stop:
                 break
         if step % steps_per_epoch == 0:
@@ -93,7 +94,7 @@ def main(world, stop):
             if world.rank == 0:
                 print(f"epoch {epoch}: loss {report.loss:.4f}, accuracy {accuracy:.4f}")
                 run.log({"accuracy": accuracy, "epoch": epoch}, step)
-        if report.stop:
+        if report.stop and step < 3 * steps_per_epoch:
             if world.rank == 0:
                 print(f"stopped after step {step}")
             return True

@@ -115,6 +115,7 @@ MISTAKES = {
     "no number": (["--config", "{toml}"], {}, 'clip = "much"', ["--clip", "'much'"]),
     "a pattern without quotes": (["a.txt", "b.txt"], {}, "", ["'a.txt'", "quotes: 'books/*.txt'"]),
     "a name for the training": (["train"], {}, "", ["'train'", "To train, give no command"]),
+    "a flag after --": (["--", "-x"], {}, "", ["-x"]),
     "missing option": (["export"], {}, "", ["--format", "hf", "safetensors"]),
     "missing package": (["--data", "gs://a/b.txt"], {}, "", ["gcsfs"]),
 }

@@ -129,14 +129,41 @@ def test_a_script_that_was_copied_beside_its_modules_runs_without_change(outcome
 def test_the_last_script_stopped_on_one_process_continues_on_two(outcome, tmp_path, step):
     unbroken = outcome(4, 1)
     stopping = copy_with_modules(SCRIPTS[4], tmp_path, STOP.format(step - 1))
-    stopped = run_script(stopping, tmp_path, PYTHON, code=3)
-    *lines, last = stopped.lines
-    assert last == f"stopped after step {step}" and len(lines) == step // 27
+    lines = run_script(stopping, tmp_path, PYTHON, code=0 if step == 81 else 3).lines
+    if step < 81:  # after the last step, nothing is left to do
+        assert lines.pop() == f"stopped after step {step}"
+    assert len(lines) == step // 27
     resumed = run_script(SCRIPTS[4], tmp_path, TORCHRUN)
     first, *rest = resumed.lines
     assert first == f"continuing after step {step}; to start again, delete out-tutorial"
     assert lines + rest == unbroken.lines
     torch.testing.assert_close(resumed.weights, unbroken.weights, rtol=1e-4, atol=1e-5)
+
+
+# spawn gives the other ranks 4 seconds after the first rank has ended with 3.
+SLOW_SAVE = """
+import time
+import ckpt
+def slow(*args, save=ckpt.save, **more):
+    time.sleep(8)
+    return save(*args, **more)
+ckpt.save = slow
+"""
+SPAWN = """
+import runpy, sys, ddp_setup
+def start():
+    runpy.run_path("train.py", run_name="__main__")
+if __name__ == "__main__":
+    sys.exit(ddp_setup.spawn(start, 2))
+"""
+
+
+def test_after_a_stop_all_ranks_wait_until_rank_0_has_saved(tmp_path):
+    copy_with_modules(SCRIPTS[4], tmp_path, SLOW_SAVE + STOP.format(9))
+    (tmp_path / "start.py").write_text(SPAWN)
+    stopped = run_script(tmp_path / "start.py", tmp_path, PYTHON, code=3)
+    assert stopped.lines == ["stopped after step 10"]
+    assert [path.name[:13] for path in tmp_path.glob("out-*/step-*.pt")] == ["step-00000010"]
 
 
 def test_the_last_script_continues_where_a_rank_has_no_row_left_in_the_epoch(tmp_path):
@@ -163,7 +190,7 @@ def test_each_script_has_a_folder_of_its_own():
     """Otherwise one script would continue from the weights of another."""
     texts = {path.name: path.read_text() for path in TUTORIAL.glob("*.py")}
     folders = {
-        name: {*re.findall(r'ckpt\.save\(\s*"([^"]+)"', text)} for name, text in texts.items()
+        name: {*re.findall(r'ckpt\.save[(,]\s*"([^"]+)"', text)} for name, text in texts.items()
     }
     used = [folder for found in folders.values() for folder in found]
     assert len(used) == len({*used}) == 6 and "out" not in used  # "out" is run.py's
