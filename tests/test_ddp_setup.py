@@ -484,14 +484,14 @@ other.start()
 seen = int(sys.argv[1])
 def start_slowly(rank, start=multiprocessing.context.SpawnProcess.start):
     start(rank)
-    for _ in range(50):  # After one long sleep, Python would run the handler once for both signals.
+    for _ in range(100):  # After one long sleep, Python would run the handler once for both signals.
         time.sleep(0.01)
 multiprocessing.context.SpawnProcess.start = start_slowly
 def interrupt_twice():
     while len(multiprocessing.active_children()) < 1 + seen:
         time.sleep(0.001)
     for _ in range(2):
-        time.sleep(0.15)
+        time.sleep(0.4)
         os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt_twice).start()
 try:
