@@ -3,11 +3,13 @@
 import subprocess
 import sys
 
+import click
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT
 
 import gpt
+import run
 from extras import machine
 
 PAGE_FAULTS = """
@@ -65,3 +67,40 @@ def test_long_runs_are_compiled_if_there_is_a_compiler(
     assert should_compile() == expected
     monkeypatch.setenv(compiler, str(tmp_path / "none"))
     assert not should_compile()
+
+
+def test_the_decision_to_compile_counts_the_operations_of_the_whole_run(
+    monkeypatch, text, tmp_path
+):
+    def stop(device, steps, flops):
+        raise ValueError(f"{steps} steps, {flops} operations")
+
+    monkeypatch.setattr(machine, "should_compile", stop)
+    sizes = {"layers": 1, "heads": 2, "embd": 16, "block_size": 16, "batch_size": 8}
+    flags = run.Flags(data=f"{text}", out=f"{tmp_path}", steps=7, **sizes)
+    with pytest.raises(click.UsageError) as info:
+        run.train(flags, {"steps"})
+    vocab = len({*text.read_text()})
+    per_token = gpt.flops_per_token(gpt.Config(vocab, 16, 1, 2, 16))
+    assert info.value.message == f"7 steps, {7 * 8 * 16 * per_token} operations"
+
+
+@pytest.mark.parametrize(
+    "flag, worth_it, expected",
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
+)
+def test_the_flag_decides_whether_to_compile_before_the_length_of_the_run(
+    monkeypatch, text, tmp_path, flag, worth_it, expected
+):
+    def compile_(model):
+        raise ValueError("the model is compiled")
+
+    monkeypatch.setattr(machine, "should_compile", lambda *of_the_run: worth_it)
+    monkeypatch.setattr(gpt, "compile_", compile_)
+    sizes = {"layers": 1, "heads": 2, "embd": 16, "block_size": 16, "batch_size": 8}
+    flags = run.Flags(data=f"{text}", out=f"{tmp_path}", steps=1, compile=flag, **sizes)
+    if expected:
+        with pytest.raises(click.UsageError, match="the model is compiled"):
+            run.train(flags, {"steps", "compile"})
+    else:
+        assert run.train(flags, {"steps", "compile"}) == 0
