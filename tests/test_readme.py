@@ -90,4 +90,6 @@ def test_exit_codes_are_those_of_the_program():
 def test_messages_of_the_most_common_errors_exist():
     errors = section(README, "## The six most common errors")
     assert len(quoted_messages(errors)) == 6
-    assert not unknown_messages(errors, [*CORE, ROOT / "extras/hints.py"])
+    unknown = unknown_messages(errors, [*CORE, *ROOT.glob("extras/hints.py")])
+    # One message is in extras/, and the table says so.
+    assert len(unknown) == (0 if (ROOT / "extras").exists() else 1), unknown

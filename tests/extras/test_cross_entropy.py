@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
+import run
 from extras import cross_entropy as extra
 
 torch.set_num_threads(1)  # The tensors are tiny. Several threads would wait for each other.
@@ -212,3 +213,15 @@ def test_gradients_of_many_parts_are_not_accumulated_in_bfloat16():
 
     whole, parts = gradient(2048 * 256), gradient(16 * 256)
     assert (parts - whole).norm() < 4e-3 * whole.norm()
+
+
+def test_the_model_of_a_training_has_this_cross_entropy(monkeypatch):
+    """Without the extra, it has that of gpt.py: test_without_extras.py trains with it."""
+
+    def missing(name):
+        raise FileNotFoundError(name)
+
+    model = run.build_model(gpt.Config(5, 4, 1, 1, 8), 0, True)
+    assert model.cross_entropy.func is extra.cross_entropy and model.checkpoint_activations
+    monkeypatch.setattr(run, "extra", missing)
+    assert run.build_model(model.config, 0, False).cross_entropy is gpt.cross_entropy
