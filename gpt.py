@@ -47,10 +47,8 @@ class Config(NamedTuple):
 
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square over the last dimension, and keep its dtype."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    # With `dtype`, vector_norm sums in float32 without a float32 copy of x.
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    return x * (norm.square() / x.shape[-1] + 1e-6).rsqrt().to(x.dtype)
+    # Under autocast on CUDA, torch 2.13 returns float32.
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
 def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
@@ -58,18 +56,19 @@ def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
 
     half: D / 2. Pair i, the dimensions (i, i + half), turns by 10000 ** (-i / half) radians per
         position.
-    Returns (2, count, half), first the cosines, with dtype and device of `like`.
+    Returns (2, count, 1, D), first the cosines, with dtype and device of `like`.
     """
     rates = 10000.0 ** (-torch.arange(half, device=like.device) / half)
-    angles = torch.outer(torch.arange(count, device=like.device) + start, rates)
+    # One sine in each pair is negative.
+    rates = torch.cat((-rates, rates))
+    angles = torch.outer(torch.arange(count, device=like.device) + start, rates)[:, None]
     return torch.stack((angles.cos(), angles.sin())).to(like.dtype)
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D / 2) of x (..., T, D). cos_sin: from rope, (2, T, D / 2)."""
+    """Rotate each pair (i, i + D / 2) of x (B, T, H, D). cos_sin: from rope, (2, T, 1, D)."""
     cos, sin = cos_sin
-    a, b = x.chunk(2, -1)
-    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -162,9 +161,10 @@ class Block(nn.Module):
         """
         B, T, C = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
-        qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
-        qk, v = qkv[:2], qkv[2]
-        q, k = apply_rope(rms_norm(qk), cos_sin) if self.rotary else qk  # (B, H, T, D) each
+        q, k, v = qkv.unbind(2)  # (B, T, H, D) each
+        if self.rotary:
+            q, k = (apply_rope(rms_norm(z), cos_sin) for z in (q, k))
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H, T, D) each
         if cache is not None:
             cache[..., -T:, :] = torch.stack((k, v))
             k, v = cache

@@ -243,6 +243,9 @@ def train(flags: Flags, given: set[str]) -> int:
         total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
         limit = "--steps" if total == flags.steps else "--epochs"
         tokens_at = partial(chardata.tokens_before, plan)
+        steps_from = partial(
+            chardata.steps, plan, rank=world.rank, world_size=world.size, accum=flags.accum
+        )
         if start_step >= total:
             if rank0:
                 say(
@@ -255,11 +258,10 @@ def train(flags: Flags, given: set[str]) -> int:
         resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
         dtype, config = getattr(torch, dtype_name), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
-        compiled = flags.compile
+        compiled, recompute = flags.compile, flags.checkpoint_activations
         machine: Values = {"ranks": world.size}
         with suppress(FileNotFoundError):  # for mfu, a memory check, and to compile long runs
             describe = extra("machine").check_and_describe
-            recompute = flags.checkpoint_activations
             machine |= describe(world.device, dtype, world.size, flags.strategy, config, recompute)
             if compiled is None:
                 flops = tokens_at(total) * flops_per_token
@@ -269,12 +271,18 @@ def train(flags: Flags, given: set[str]) -> int:
         # With the seed None, the weights are on the device meta: they have a shape, but no values.
         # For zero and fsdp, shard_ computes the values.
         seed = flags.seed if flags.strategy == "ddp" else None
-        model = build_model(config, seed, flags.checkpoint_activations)
+        model = build_model(config, seed, recompute)
         if compiled:
             gpt.compile_(model)
             # Triton would log its whole program before it raises an error.
             logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
         if flags.strategy == "ddp":
+            if world.device.type == "cuda" and not recompute:
+                with suppress(FileNotFoundError):  # to make steps of small models faster
+                    (batch, *_), _ = next(steps_from(start=0))
+                    batch = loop.to_device(batch, world.device)
+                    flops = batch[0].numel() * flops_per_token
+                    extra("cuda_graph").graph_small_(model.to(world.device), batch, flops, dtype)
             replica = ddp_setup.replicate(model, world)
         else:
             weight = partial(gpt.initial_weight, config, flags.seed)
@@ -292,9 +300,7 @@ def train(flags: Flags, given: set[str]) -> int:
         del state  # frees the memory of the checkpoint
 
         loss_fn = gpt.loss
-        steps = chardata.steps(
-            plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
-        )
+        steps = steps_from(start=start_step)
         # fsdp gathers the weights in each micro-batch, so all ranks need the same number of
         # micro-batches. In training, zero gathers them only once per step.
         if flags.strategy == "fsdp":

@@ -55,7 +55,7 @@ import ckpt  # noqa: E402
 import ddp_setup  # noqa: E402
 import gpt  # noqa: E402
 import loop  # noqa: E402
-from extras import machine  # noqa: E402
+from extras import cuda_graph, machine  # noqa: E402
 from extras.cross_entropy import cross_entropy  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -259,11 +259,16 @@ def make_plan(shape: Shape) -> chardata.BatchPlan:
     return chardata.BatchPlan([tokens], shape.T, shape.B)
 
 
-def toolkit_step(shape: Shape, dtype: torch.dtype, compiled: bool = False, **make: Any) -> Call:
+def toolkit_step(
+    shape: Shape, dtype: torch.dtype, compiled: bool = False, graph: bool = False, **make: Any
+) -> Call:
     """Return a function that does one step of loop.train_ on windows of chardata.steps."""
     model, optimizers = make_model(shape, **make)
     if compiled:
         gpt.compile_(model)
+    if graph:
+        examples = torch.zeros(2, shape.B, shape.T, dtype=torch.int64, device=DEVICE)
+        cuda_graph.graph_(model, (*examples,), dtype)
     steps = chardata.steps(make_plan(shape))
     return partial(next, loop.train_(model, optimizers, steps, gpt.loss, dtype=dtype, clip=1.0))
 
@@ -785,6 +790,26 @@ def gpu_speed(gpu: Gpu) -> Iterator[Row]:
         yield row(f"{shape} {name}: mfu", reached, "TFLOP/s", source, peak / 1e12)
 
 
+def gpu_small(gpu: Gpu) -> Iterator[Row]:
+    """Compare steps of small models in bfloat16 with nanoGPT, with and without CUDA graphs."""
+    for full in (Shape(4, 128, 64, 12), Shape(6, 384, 256, 64)):
+        shape = gpu.shape(full)
+        step = partial(toolkit_step, shape, torch.bfloat16, optimizer="extras/muon")
+        steps = {"muon": step(), "muon, compiled": step(True)}
+        if DEVICE.type == "cuda":
+            steps["muon, graphs"] = step(graph=True)
+            steps["muon, compiled, graphs"] = step(True, graph=True)
+            steps["adamw, compiled, graphs"] = step(True, graph=True, optimizer="adamw")
+        if gpu.nanogpt:
+            steps["nanoGPT, compiled"] = nanogpt_step(shape, gpu.nanogpt, True)
+        calls = {name: partial(repeat_call, one, 4) for name, one in steps.items()}
+        seconds = medians(calls, 0.0 if gpu.tiny else 5.0, 1 if gpu.tiny else 5)
+        rate = {name: 4 * shape.T * shape.B / taken for name, taken in seconds.items()}
+        for name in rate:
+            other = "nanoGPT, compiled" if gpu.nanogpt else "muon"
+            yield row(f"{shape} {name}", rate[name], "tokens/s", other, rate[other])
+
+
 def repeat_call(call: Call, times: int) -> None:
     for _ in range(times):
         call()
@@ -1058,7 +1083,7 @@ def note(text: str) -> None:
 # ------------------------------------------------------------------------------------ command line
 
 PATH = click.Path(exists=True, resolve_path=True)
-GPU_PARTS = [gpu_speed, gpu_waits, gpu_resume, gpu_messages, gpu_quality]
+GPU_PARTS = [gpu_speed, gpu_small, gpu_waits, gpu_resume, gpu_messages, gpu_quality]
 PARTS = [
     limits,
     training,

@@ -153,8 +153,9 @@ def test_a_stopped_run_saves_and_its_model_can_be_used_on_both_devices(tmp_path,
     assert loss == pytest.approx(on_cpu, rel=0.01)
 
 
-def test_if_a_rank_is_killed_the_other_ends_with_one_line(tmp_path, cuda):
+def test_if_a_rank_is_killed_in_training_the_other_ends_with_one_line(tmp_path, cuda):
     flags = [*TINY, "--dtype", "bfloat16", "--steps", 1000, "--out", tmp_path / "out"]
+    flags += ["--eval-every", 1000, "--save-every", 1000]
     with Program(*flags, launcher=two_ranks(cuda), env=cuda) as program:
         program.read_lines(3)
         os.kill(program.family("spawn_main" if program.children() else "NCCL_HOSTID=1")[-1], 9)
@@ -251,6 +252,72 @@ def test_stop_and_divergence_are_noticed_one_step_later_and_a_bad_step_changes_n
     assert equal == [False, True, False, True, True] and skipped == 3 and step == 6
     assert "2 times in a row, up to step 6;" in message
     assert skip_later == [False, False]
+
+
+GRAPHS = """
+from torch.utils._pytree import tree_map_only
+from extras.cuda_graph import graph_
+
+replays, make_graphed = [], torch.cuda.make_graphed_callables
+
+def counting(model, examples):
+    make_graphed(model, examples)
+    replay = model.forward
+    model.forward = lambda *inputs: replays.append(len(inputs[0])) or replay(*inputs)
+
+torch.cuda.make_graphed_callables = counting
+whole, part = (x, x), (x[:3], x[:3])
+plan = [[whole], [whole], [whole], [part], [whole, whole], [whole], [part], [whole]]
+
+def train(graph, dtype, compiled, start=0, state=None):
+    model = gpt.build(config, seed=0).to("cuda")
+    if compiled:
+        gpt.compile_(model)
+    if graph:
+        graph_(model, (x.to("cuda"), x.to("cuda")), dtype)
+    groups = gpt.parameter_groups(model)
+    used = [
+        torch.optim.AdamW(groups["embeddings"], lr=0.01, fused=True),
+        Muon(groups["matrices"], lr=0.01),
+    ]
+    if state:
+        for part, saved in zip([model, *used], state):
+            part.load_state_dict(saved)
+    steps = [(step, 8.0 * sum(len(x) for x, _ in step)) for step in plan[start:]]
+    found = []
+    for done, report in loop.train_(model, used, steps, gpt.loss, start=start, clip=1.0, dtype=dtype):
+        found.append(float(report.loss))
+        if done == 3:
+            found.append(loop.evaluate(model, [whole], gpt.loss, dtype))
+        if done == 4 and not start:
+            state = [tree_map_only(torch.Tensor, torch.clone, p.state_dict()) for p in (model, *used)]
+    return found, [p.detach().clone() for p in model.parameters()], state
+
+for dtype, compiled in SETTINGS:
+    losses, weights, _ = train(False, dtype, compiled)
+    with_graphs, weights_too, state = train(True, dtype, compiled)
+    resumed, last_weights, _ = train(True, dtype, compiled, 4, state)
+    # Compiled code adds up the gradients of an embedding in any order.
+    same = compiled or all(map(torch.equal, weights, weights_too))
+    same_later = compiled or all(map(torch.equal, weights, last_weights))
+    print(losses == with_graphs, same, resumed == losses[5:], same_later, *replays)
+    replays.clear()
+"""
+
+
+def test_a_replayed_graph_gives_the_same_losses_and_weights_bit_by_bit(cuda):
+    """With dropout, batches of two sizes, several micro-batches, an evaluation, and after a resume.
+
+    The smaller batches and the second micro-batch run without graphs.
+    """
+    settings = ["(torch.float32, False)", "(torch.bfloat16, False)"]
+    if "EMULATED_CUDA" not in cuda:
+        settings.append("(torch.bfloat16, True)")
+    code = f"SETTINGS = {', '.join(settings)}"
+    lines = printed(cuda, STEPS + code + GRAPHS).splitlines()
+    assert len(lines) == len(settings)
+    # Six replays in the whole run, and three after the resume: of the steps 5, 6 and 8.
+    assert all(line.split() == ["True"] * 4 + ["4"] * 9 for line in lines), lines
 
 
 MISTAKE = """
