@@ -56,19 +56,18 @@ def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
 
     half: D / 2. Pair i, the dimensions (i, i + half), turns by 10000 ** (-i / half) radians per
         position.
-    Returns (2, count, 1, D), first the cosines, with dtype and device of `like`.
+    Returns (2, count, 1, half), first the cosines, with dtype and device of `like`.
     """
     rates = 10000.0 ** (-torch.arange(half, device=like.device) / half)
-    # One sine in each pair is negative.
-    rates = torch.cat((-rates, rates))
     angles = torch.outer(torch.arange(count, device=like.device) + start, rates)[:, None]
     return torch.stack((angles.cos(), angles.sin())).to(like.dtype)
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D / 2) of x (B, T, H, D). cos_sin: from rope, (2, T, 1, D)."""
+    """Rotate each pair (i, i + D / 2) of x (B, T, H, D). cos_sin: from rope, (2, T, 1, D / 2)."""
     cos, sin = cos_sin
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    a, b = x.chunk(2, -1)
+    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
 
 
 def relu_squared(x: Tensor) -> Tensor:
