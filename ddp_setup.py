@@ -37,9 +37,9 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# For _die_with_parent: the id of the parent, read before the slow import of torch, during which the
-# parent can end. The key is the id of this process, because a forked child inherits this dict, but
-# has another parent.
+# The id of the parent process, for _die_with_parent. It is read here, because the parent can end
+# during the slow import of torch. The key is the id of this process: a forked child inherits this
+# dict, but has another parent.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
@@ -49,8 +49,9 @@ from torch import nn  # noqa: E402
 
 T = TypeVar("T")
 PACKAGES = str(Path(torch.__file__).parents[1])
-# The message of _watch_ranks names only lines of the user's program. Files whose names begin with
-# one of these are libraries: "<frozen" is Python's import system, "<string>" starts a process.
+# The message of _watch_ranks leaves out lines of files whose names begin with one of these.
+# "<frozen" is Python's import system. "<string>" is the code with which multiprocessing starts
+# Python.
 LIBRARIES = os.path.dirname(os.__file__), PACKAGES, __file__, "<frozen", "<string>"
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
@@ -120,17 +121,18 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     of Exception) leaves the block, all ranks that still use the group end. One rank reports the
     cause:
     - If a rank was killed or lost, one of the others (unless torchrun ends them first) raises
-      ConnectionError, which names the ranks that did not answer. Under spawn, the parent process
-      reports the lost rank instead, if its exit code is not 0. If the store is lost too, each rank
-      raises ConnectionError. The parent process of spawn or torchrun's agent holds the store; with
-      other launchers, rank 0 does.
+      ConnectionError, which names the ranks that did not answer. Under spawn, if the exit code of
+      the lost rank is not 0, the parent process reports it instead. If the store is lost too,
+      each rank raises ConnectionError. The parent process of spawn or torchrun's agent holds the
+      store; with other launchers, rank 0 does.
     - If no rank was lost, but all failed in torch.distributed, one raises torch's own exception.
     - Otherwise, the rank that failed first raises its own exception.
-    All other ranks raise SystemExit instead of the exception that they got. Python prints nothing
-    for it. The exit code is the attribute `exit_code` of the replaced exception, else 1. (Python
-    ignores this attribute of an exception that is not replaced, but spawn uses it.)
+    On each other rank that gets an exception, SystemExit replaces it. Python prints nothing for
+    SystemExit. Its exit code is the attribute `exit_code` of the replaced exception, else 1. The
+    rank that reports the cause raises its own exception, for which Python ends with 1, and spawn
+    with the attribute `exit_code`, else 1.
 
-    Some ranks end with exit code 1 and without an exception:
+    Some ranks get no exception, and end with exit code 1:
     - a rank that has waited for the timeout;
     - after another rank has reported an error, a rank that starts no collective for about the
       timeout;
@@ -146,38 +148,38 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     torch's number of threads, and the environment variables GLOO_SOCKET_IFNAME and
     TORCH_FR_BUFFER_SIZE stay as they were set here.
     """
-    env = read_launch_env()
+    world = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
-    if env.size == 1:
-        yield _select_device(device, env)
+    if world.size == 1:
+        yield _select_device(device, world)
         return
-    if env.local_size == env.size and sys.platform == "linux":
+    if world.local_size == world.size and sys.platform == "linux":
         # Let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Switch on torch's flight recorder, which _watch_ranks reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    store = _connect_to_store(env, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
+    store = _connect_to_store(world, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
     main, clean = threading.get_ident(), False
     joined, block_ended = threading.Event(), threading.Event()
     try:
         # Each group needs its own keys. Each rank counts its groups, so all get the same number.
-        # _wait_for_ranks knows these keys.
-        number = store.add(f"groups of {env.rank}", 1)
+        # _wait_for_ranks uses these keys too.
+        number = store.add(f"groups of {world.rank}", 1)
         store = dist.PrefixStore(f"group {number}", store)
-        world = _select_device(device, env)
+        world = _select_device(device, world)
         cuda = world.device.type == "cuda"
         # A second connection, because the main thread may block the first one.
         connection = store.clone()  # type: ignore[attr-defined]
         watcher = _in_thread(
-            lambda: _watch_ranks(env, connection, timeout, cuda, main, joined, block_ended)
+            lambda: _watch_ranks(world, connection, timeout, cuda, main, joined, block_ended)
         )
         try:
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
                 store=store,
-                rank=env.rank,
-                world_size=env.size,
+                rank=world.rank,
+                world_size=world.size,
                 # _watch_ranks ends the process earlier, unless a rank compiles or the store does
                 # not answer.
                 timeout=timedelta(seconds=2 * timeout),
@@ -193,14 +195,14 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             block_ended.set()
             if clean:
                 # The watcher must not read a destroyed group. Usually it ends at once. If it still
-                # runs after 6 seconds, it waits for a store that does not answer, and will not read
-                # the group any more.
+                # runs after 6 seconds, it waits for a store that does not answer. Should the store
+                # answer later, the watcher ends without reading the group.
                 futures.wait([watcher], 6)
                 if dist.is_initialized():  # The program can have destroyed it.
                     dist.destroy_process_group()
     except Exception as error:
         # The group is not destroyed, because that could wait for a dead rank.
-        _choose_reporter(error, env, store)
+        _choose_reporter(error, world, store)
         raise
     finally:
         # After the last collective, a thread of gloo still needs the GIL, which sleep releases. If
@@ -209,23 +211,24 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         time.sleep(0.1)
 
 
-def _select_device(name: str, env: World) -> World:
-    """Return `env` with the device of this rank. Select this GPU, or set torch's threads."""
-    mps = torch.backends.mps.is_available() and env.size == 1
+def _select_device(name: str, world: World) -> World:
+    """Return `world` with the device of this rank. Select this GPU, or set torch's threads."""
+    mps = torch.backends.mps.is_available() and world.size == 1
     kinds = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]
     if name == "auto":
         name = kinds[0]
     if name not in kinds:
         raise ValueError(f"device {name!r} is not available; available: {', '.join(kinds)}")
     if name == "cpu":
-        if env.local_size > 1 or "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1
-            torch.set_num_threads(max(1, available_cpus() // env.local_size))
+        # For several ranks, torchrun sets OMP_NUM_THREADS to 1. That is not the user's choice.
+        if world.local_size > 1 or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, available_cpus() // world.local_size))
     elif name == "cuda":
-        if env.local_rank >= torch.cuda.device_count():
-            raise ValueError(f"local rank {env.local_rank} has no GPU: start one rank per GPU")
-        name = f"cuda:{env.local_rank}"
+        if world.local_rank >= torch.cuda.device_count():
+            raise ValueError(f"local rank {world.local_rank} has no GPU: start one rank per GPU")
+        name = f"cuda:{world.local_rank}"
         torch.cuda.set_device(name)
-    return env._replace(device=torch.device(name))
+    return world._replace(device=torch.device(name))
 
 
 def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
@@ -247,7 +250,7 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 
 
 @functools.cache
-def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
+def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
     """Connect to the store, a TCPStore of torch that all ranks share.
 
     The cache keeps the connection. Otherwise rank 0 could close the store after a process group,
@@ -259,14 +262,14 @@ def _connect_to_store(env: World, address: str, timeout: float) -> dist.Store:
         # torchrun keeps all keys of its store when it restarts the ranks. So each start needs its
         # own prefix.
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
-        return dist.PrefixStore(_agree_on_run_id(store, env, timeout) if restarts else "0", store)
+        return dist.PrefixStore(_agree_on_run_id(store, world, timeout) if restarts else "0", store)
     except dist.DistError as error:
         raise ConnectionError(
-            f"rank {env.rank}: not all {env.size} ranks connected to {address} ({error})"
+            f"rank {world.rank}: not all {world.size} ranks connected to {address} ({error})"
         ) from error
 
 
-def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
+def _agree_on_run_id(store: dist.Store, world: World, timeout: float) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
     Each rank makes a random word. The word of rank 0 is the id. Each other rank writes its word
@@ -277,12 +280,12 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
     """
     end = time.monotonic() + timeout
     word = secrets.token_hex()
-    if env.rank:
-        store.set(f"request {env.rank}", word)
+    if world.rank:
+        store.set(f"request {world.rank}", word)
         run_id = store.get(f"reply to {word}").decode()
-        store.set(f"{run_id} confirmed {env.rank}", "")
+        store.set(f"{run_id} confirmed {world.rank}", "")
         return run_id
-    for rank in range(1, env.size):
+    for rank in range(1, world.size):
         while not store.check([f"{word} confirmed {rank}"]):
             if time.monotonic() > end:
                 raise ConnectionError(f"no answer from rank {rank} (timed out after {timeout:g} s)")
@@ -295,7 +298,7 @@ def _agree_on_run_id(store: dist.Store, env: World, timeout: float) -> str:
 # -------------------------------------------------------------------------------- failure of a rank
 
 
-def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
+def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
     """Return normally if the caller must raise `error`. Otherwise, raise its replacement."""
     # torch.distributed raises DistError. gloo raises a bare RuntimeError with one of these texts.
     texts = "/gloo/|Application timeout caused pair closure"
@@ -304,18 +307,18 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
 
     def claim_report() -> list[str]:
         """Raise SystemExit if another rank reports. Otherwise, return the ranks with no error."""
-        store.set(f"failed {env.rank}", "")
+        store.set(f"failed {world.rank}", "")
         if consequence:  # Let the rank that failed first report.
             time.sleep(1)
         if store.add("reported", 1) > 1:
             raise SystemExit(getattr(error, "exit_code", 1))
-        return [f"{rank}" for rank in range(env.size) if not store.check([f"failed {rank}"])]
+        return [f"{rank}" for rank in range(world.size) if not store.check([f"failed {rank}"])]
 
     try:
         # If the network is down, a request to the store never returns.
         missing = _in_thread(claim_report).result(6)
     except (dist.DistError, TimeoutError):
-        missing = ["0"]  # The store is lost, and usually rank 0 or its machine with it.
+        missing = ["0"]  # The store is lost, usually because the machine of rank 0 is lost.
     # If all ranks have an error, none was lost, and the caller raises `error`.
     if consequence and missing:
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
@@ -323,7 +326,7 @@ def _choose_reporter(error: Exception, env: World, store: dist.Store) -> None:
 
 
 def _watch_ranks(
-    env: World,
+    world: World,
     store: dist.Store,
     timeout: float,
     cuda: bool,
@@ -338,16 +341,16 @@ def _watch_ranks(
 
     An interval is 1/20 of the timeout. In each interval, each rank adds 1 to one counter in the
     store, and stores the new count together with the line of its program. All ranks use the same
-    counter, so an old line is one with a low count.
+    counter. So if a rank no longer answers, its count stays lower than those of the others.
 
     A rank is stuck in an interval if it waits, no collective has started or ended since the last
     interval, and no rank runs torch.compile. After a rank has reported an error, all others count
     as waiting.
 
-    A rank ends after 20 intervals in a row in which it was stuck. If no rank has reported an error,
-    the first one prints where each rank is. NCCL does not notice that another rank has failed: if a
-    rank has reported an error, or the store is lost, a rank that waits for NCCL ends after 2 such
-    intervals.
+    A rank ends after it was stuck in 20 intervals in a row. If no rank has reported an error, the
+    first one prints where each rank is. gloo notices that another rank has failed, but NCCL does
+    not. So if a rank has reported an error, or the store is lost, a rank that waits for NCCL ends
+    after it was stuck in 2 intervals in a row.
     """
     numbers: Any = None
     count = compiled = 0
@@ -357,19 +360,16 @@ def _watch_ranks(
         before = numbers, compiled  # one interval ago
         numbers, waiting = _inspect_collectives(cuda, numbers)
         waiting |= not joined.is_set()
-        enough = 2 if cuda and waiting else 20  # if the store is lost, or an error is reported
-        # The store is lost if rank 0 held it and ended. Then the rest of this block is left out.
+        waiting_for_nccl, failed = cuda and waiting, True
+        # If the store is lost, an exception ends this block, and `failed` stays True.
         with suppress(dist.DistError):
             count = store.add("counter", 1)
-            store.set(f"state of {env.rank}", json.dumps([count, line]))
+            store.set(f"state of {world.rank}", json.dumps([count, line]))
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
-            # gloo itself notices that another rank has failed.
-            reported = (cuda or not waiting) and store.add("reported", 0) > 0
-            waiting |= reported
-            if not reported:
-                enough = 20
+            failed = store.add("reported", 0) > 0  # whether a rank has reported an error
+            waiting |= failed
         counts = [*counts, count] if waiting and (numbers, compiled) == before else []
-        if len(counts) < enough:
+        if len(counts) < (2 if failed and waiting_for_nccl else 20):
             continue
         ranks = ["no answer from rank 0"]
         with suppress(dist.DistError):
@@ -378,9 +378,9 @@ def _watch_ranks(
             # compare_set returns the value of the key, or the last argument if the key is missing.
             states = [
                 json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
-                for rank in range(env.size)
+                for rank in range(world.size)
             ]
-            # A state from before the last three intervals is no answer.
+            # A rank that has stored no state in the last three intervals does not answer.
             oldest = counts[-4:][0]
             ranks = [
                 f"rank {rank} at {place}" if written > oldest else f"no answer from rank {rank}"
@@ -428,7 +428,7 @@ def _inspect_collectives(cuda: bool, before: Any) -> tuple[Any, bool]:
     # is not. So look at each of them. This takes up to 0.1 s, so do it only if no number changed.
     if not waiting and numbers == before:
         entries = json.loads(dumps[0](True, False)).get("entries", [])
-        waiting = not all(entry["retired"] for entry in entries)
+        waiting = not all(entry["retired"] for entry in entries)  # retired: completed
     return numbers, waiting
 
 
@@ -500,7 +500,7 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     All ranks must call this function. If the calls of some ranks raise ValueError or OSError, all
     ranks raise the error of the lowest such rank. If pickle cannot copy it, the other ranks raise a
     plain ValueError or OSError with its message. An exception of another type is raised only on its
-    own rank, and not at all if there is such an error.
+    own rank, and not at all if some rank has raised ValueError or OSError.
 
     Use it for slow work, such as reading large files: here the timeout of process_group does not
     apply. If a call hangs, all ranks wait.
@@ -536,7 +536,7 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
 
     All ranks must call this function. The result must be picklable. In all other respects it works
     like wait_together. After an exception of another type than ValueError and OSError, the other
-    ranks wait until rank 0 ends.
+    ranks wait in a collective until the process of rank 0 ends.
     """
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
@@ -596,10 +596,10 @@ def detach_worker(worker_id: int) -> None:
     """Keep stop signals away from a worker of a DataLoader: pass this as its worker_init_fn.
 
     Otherwise the worker can end before its rank has saved. torchrun and the terminal send signals
-    to a process group; setsid takes the worker out of it. SLURM can send SIGUSR1 to all processes,
-    so the worker ignores it. A SIGTERM to the worker itself still ends it, because if the rank
-    fails, Python sends one and waits until the worker has ended. On Windows, this function does
-    nothing.
+    to all processes of a Unix process group; setsid takes the worker out of it. SLURM can send
+    SIGUSR1 to all processes, so the worker ignores it. A SIGTERM to the worker itself still ends
+    it, because if the rank fails, Python sends one and waits until the worker has ended. On
+    Windows, this function does nothing.
     """
     if hasattr(os, "setsid"):  # not on Windows
         os.setsid()
@@ -622,7 +622,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     raises KeyboardInterrupt. If this process dies, Linux kills its ranks.
 
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
-        are killed. If a rank ends with another code after that, the 4 seconds count instead.
+        are killed. If a rank fails before that, the others get 4 seconds from then on.
 
     The first of these rules that applies decides the result:
     - If all ranks end with the same exit code (not by a signal), it is returned.
@@ -702,7 +702,8 @@ def _wait_for_ranks(
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
-    # The rules in the docstring of spawn. All ranks can have the same code, but not by a signal.
+    # `problem` is empty if a rank has reported its error itself. No error is raised for 130, or if
+    # all ranks ended with the same code and not by a signal.
     if problem and code != 130 and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
     return 1 if code < 0 else code

@@ -10,8 +10,8 @@
 positions (Su et al., 2021), RMS norm without weights (Zhang and Sennrich, 2019), normalised queries
 and keys (Henry et al., 2020), squared ReLU (So et al., 2021), no biases, an untied output layer,
 and blocks that start as the identity. `arch="modern2"` is modern with larger initial embeddings and
-a causal convolution over them, like the Canon layers of Allen-Zhu (2025). It reaches the same loss
-in fewer steps.
+a causal convolution over them, like the Canon layers of Allen-Zhu (2025). It reaches the loss of
+modern in fewer steps.
 
 Letters in shapes: B sequences, T tokens in each, C = embd, H heads, D = C / H, V tokens in the
 vocabulary, and S keys. In training, S = T. In sampling, S also counts the cached keys.
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# cross_entropy(x, weight, targets), see the function of this name
+# A function that can replace cross_entropy, with the same arguments and result
 CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -36,7 +36,7 @@ class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
 
     vocab: int
-    # tokens of context; gpt2 and `sample` cannot use a longer context, the others can train on it
+    # tokens of context. Only modern and modern2 can train with more, and `sample` cuts the context.
     block_size: int
     layers: int
     heads: int
@@ -47,7 +47,7 @@ class Config(NamedTuple):
 
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square over the last dimension, and keep its dtype."""
-    # Under autocast on CUDA, torch 2.13 returns float32.
+    # Under autocast on CUDA, F.rms_norm returns float32 (torch 2.13).
     return F.rms_norm(x, x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
@@ -73,8 +73,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 def relu_squared(x: Tensor) -> Tensor:
     """Compute max(x, 0) ** 2 in the dtype of x."""
     y = F.relu(x)
-    # On CUDA, autocast computes square() in float32. On a CPU, square() is faster.
-    return y * y if y.is_cuda else y.square()
+    return y * y  # On CUDA, autocast would compute y.square() in float32.
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -177,23 +176,25 @@ class Block(nn.Module):
 def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
     """Return the input (B, T, C) of the first block. tokens and start: see GPT.forward."""
     config, kind = model.config, tokens.device.type
-    look_back = ARCHS[config.arch].look_back
-    # The embeddings from position start - look_back on. Before the first token, they are zeros.
-    e = F.pad(model.embedding(tokens), (0, 0, look_back, 0))[:, start:]
-    x = e[:, look_back:]
-    for i in range(1, look_back + 1):
-        x = x + e[:, look_back - i : -i] * model.look_back[:, i - 1]
+    n = ARCHS[config.arch].look_back
+    # e (B, n + T, C) also has the embeddings of the n tokens before x, or zeros if there are none.
+    e = F.pad(model.embedding(tokens), (0, 0, n, 0))[:, start:]
+    x = e[:, n:]
+    for i in range(1, n + 1):
+        # e[:, n - i : -i] has the embeddings of the tokens i positions before those of x.
+        x = x + e[:, n - i : -i] * model.look_back[:, i - 1]
     if model.positions:
         x = x + model.positions.weight[start : tokens.shape[1]]
     x = F.dropout(x, config.dropout, model.training)
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-        # Autocast would keep the residual stream in float32, which takes twice the memory.
+        # Autocast would keep the residual stream in float32, which takes twice the memory. In
+        # float16 the stream could overflow.
         x = x.bfloat16()
     return x
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer. Use `build`: the constructor does not initialise embeddings."""
+    """A decoder-only transformer. Use `build`: the constructor does not initialise the weights."""
 
     def __init__(
         self,
@@ -205,15 +206,16 @@ class GPT(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
-        # These are functions and not methods, so that compile_ can replace them.
+        # These attributes are functions, so that compile_ can replace them.
         self.embed, self.cross_entropy = embed, cross_entropy
         self.checkpoint_activations = checkpoint_activations
-        # nn.Embedding(V, C) would call normal_, whose first call on "meta" takes one second.
+        # `build` calls this on the device "meta", where the first call of normal_ takes one second.
+        # nn.Embedding(V, C) would make this call.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
         if arch.look_back:
-            # Column i - 1 multiplies, per dimension, the embedding of the token i positions before.
+            # In `embed`, column i - 1 is multiplied by the embeddings i positions earlier.
             self.look_back = nn.Parameter(torch.empty(width, arch.look_back))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = arch.norm(width)
@@ -236,7 +238,7 @@ class GPT(nn.Module):
         caches: (layers, 2, B, H, S, D), for sampling in evaluation mode. The first `start`
             positions hold the keys and values of earlier calls. This call writes those of the
             other T positions, and returns only the logits of the last token, (B, 1, V).
-        start: at most S - 1. Without caches, it must be 0. This is not checked.
+        start: at most S - 1, and 0 without caches. Neither is checked.
         """
         x = self.embed(self, tokens, start)
         # gpt2 does not use this.
@@ -274,8 +276,8 @@ def build(
     # Rotary positions turn pairs of dimensions.
     if config.embd % (config.heads * (2 if ARCHS[config.arch].rotary else 1)):
         raise ValueError(
-            f"embd {config.embd} must be a multiple of heads {config.heads}, and for rotary "
-            "positions of 2 * heads"
+            f"embd {config.embd} must be a multiple of heads {config.heads}; with rotary "
+            "positions, a multiple of 2 * heads"
         )
     with torch.device("meta"):
         model = GPT(config, checkpoint_activations, cross_entropy)
@@ -290,7 +292,8 @@ def build(
 def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> Tensor:
     """Compute the initial values of a parameter, float32 on the CPU, from the arguments alone.
 
-    shape: of the whole parameter, also if each rank holds only a part of it.
+    name: from GPT.named_parameters(). In a wrapper, the names have a prefix, which must go.
+    shape: of the whole parameter, also if this process holds only a part of it.
     """
     # The weights of norms are ones, and biases are zeros. Matrices are drawn below.
     ones = name.endswith("weight")
@@ -324,10 +327,11 @@ def compile_(model: GPT) -> None:
     """Compile the parts of the model in place: embedding, each block, and loss.
 
     The names of the parameters do not change. As each block is compiled alone, DDP can send the
-    gradients of a block during the backward pass of the blocks before it.
+    gradients of the last blocks while the backward pass of the first blocks still runs.
 
     Two settings of torch._dynamo change for the whole process. Do not sample from a compiled model:
-    it would be compiled again for each length. It cannot be pickled: save its state_dict().
+    torch would compile it again for each length. A compiled model cannot be pickled: save its
+    state_dict().
     """
     config = torch._dynamo.config
     # By default, torch compiles for 8 shapes and runs others uncompiled. Compiled and uncompiled
@@ -417,7 +421,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     if top_k:
         smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
-    # The largest logit becomes 0, so the division cannot give +inf. In float32, a temperature below
-    # 1e-45 is 0, and 0 / 0 would be NaN.
+    # The largest logit becomes 0, so the division cannot give +inf. A temperature that float32
+    # rounds to 0 would give 0 / 0, which is NaN, so the smallest one is 1e-30.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     return torch.multinomial(logits.softmax(-1), 1).flatten()

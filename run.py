@@ -223,7 +223,7 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads the state to start from; on the other ranks, `state` is {}. This may take
+        # Rank 0 reads the state to start from; on the other ranks, `state` is {}. Reading may take
         # longer than --timeout, hence wait_together. `saved` is the state without its large parts,
         # and the same on all ranks.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
@@ -353,8 +353,8 @@ def train(flags: Flags, given: set[str]) -> int:
             )
         log = partial(append_metrics, storage, flags.out)
         # The thread that saves gets one OpenMP thread: with more threads than CPUs, training on a
-        # CPU is a third slower. set_num_threads would also change the number of each thread that
-        # has not read it yet, so the main thread reads its own here.
+        # CPU is a third slower. set_num_threads also applies to every other thread that has not
+        # asked for its number of OpenMP threads yet, so the main thread asks here.
         torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         # The latest save and its deadline. At first, a call that does nothing.
@@ -433,8 +433,8 @@ def train(flags: Flags, given: set[str]) -> int:
         except Exception:
             wait_for_save(*writing)  # Not wait_for_saves: other ranks may have no error.
             raise
-        # may_save is set here, because the loop ends only after a save. It is false if that save
-        # was skipped. On ranks that do not write, writing[0] is still the call that does nothing.
+        # The last step of the loop sets may_save, which is false if its save was skipped. On ranks
+        # that do not write, writing[0] is still the call that does nothing.
         ended = may_save and wait_for_saves()
         failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
     if rank0 and failed:
@@ -451,7 +451,7 @@ def train(flags: Flags, given: set[str]) -> int:
 
 def open_storage(out: str, write_sharded: bool = False) -> Any:
     """Return ckpt.py, or an extra with the same functions for URLs and sharded checkpoints."""
-    # The extras call vars(), so they need the module itself, and not the LazyModule.
+    # The extras call vars(core), so they need the module itself, and not the LazyModule.
     core = sys.modules[ckpt.newest.__module__]
     if "://" in out:
         return extra("remote").storage(core, write_sharded)
@@ -546,7 +546,7 @@ def load_data(
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
         kind = saved["vocabulary"]["kind"] if saved else corpus.kind
-        # Token files and a tokenizer.json fit each other: both give ids.
+        # A corpus of kind "ids" can contain the tokens of a tokenizer.json.
         if kind != corpus.kind and {kind, corpus.kind} != {"ids", "tokenizer"}:
             raise ValueError(f"its tokens are of kind {corpus.kind}; the model needs {kind}")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
@@ -637,7 +637,8 @@ def prepare_folder(
     Set damaged checkpoints aside, remove metrics after `step`, and write config.json.
     """
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
-    # A new run does not overwrite files of another program. A config.json of this one has the flag.
+    # A new run must not overwrite files of another program. A config.json that was written here
+    # contains the name of the flag --val-fraction.
     if (old or metrics) and '"val_fraction"' not in old and not step:
         raise ValueError("this program did not write its metrics.jsonl or config.json")
     storage.make_folder(out)
@@ -809,7 +810,7 @@ def sample(
         model, state = load_model(out, world)
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
         codec = extra("tokenizer") if kind == "tokenizer" else chardata
-        if prompt is None:  # chars[:1] is nearly always a new line.
+        if prompt is None:  # The first of the sorted characters is nearly always a new line.
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
         ids = codec.encode(prompt, kind, chars).tolist()
         if not ids or max(ids) >= vocab:
@@ -835,7 +836,9 @@ for parameter in sample.params:
 @click.command("eval")
 @OUT
 @DEVICE
-@click.option("--data", type=PATH, help="As in training.  [default: its validation data]")
+@click.option(
+    "--data", type=PATH, help="As in training.  [default: the validation data of the run]"
+)
 def evaluate(out: str, device: str, data: str | None) -> None:
     """Print the exact loss of the newest checkpoint on a text.
 
