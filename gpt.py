@@ -47,8 +47,14 @@ class Config(NamedTuple):
 
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square over the last dimension, and keep its dtype."""
-    # Under autocast on CUDA, F.rms_norm returns float32 (torch 2.13).
-    return F.rms_norm(x, x.shape[-1:], eps=1e-6).to(x.dtype)
+    if x.is_cuda:
+        # Under autocast, F.rms_norm would make a float32 copy of x (torch 2.13).
+        with torch.autocast("cuda", enabled=False):
+            return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+    # On other devices, F.rms_norm always makes this copy. With `dtype`, vector_norm does not.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return x * (norm.square() / x.shape[-1] + 1e-6).rsqrt().to(x.dtype)
 
 
 def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
@@ -64,7 +70,7 @@ def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D / 2) of x (B, T, H, D). cos_sin: from rope, (2, T, 1, D / 2)."""
+    """Rotate each pair (i, i + D / 2) of x (B, T, 2 H, D). cos_sin: from rope, (2, T, 1, D / 2)."""
     cos, sin = cos_sin
     a, b = x.chunk(2, -1)
     return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
@@ -141,7 +147,7 @@ class Block(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.heads = config.heads
-        self.dropout = config.dropout
+        self.dropout = nn.Dropout(config.dropout)
         self.activation = arch.activation
         self.rotary = arch.rotary
         self.norm1 = arch.norm(width)
@@ -157,20 +163,20 @@ class Block(nn.Module):
 
         cos_sin: see rope. cache: (2, B, H, S, D), one layer of `caches` in GPT.forward.
         """
-        B, T, C = x.shape
-        qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, C // self.heads)
-        q, k, v = qkv.unbind(2)  # (B, T, H, D) each
+        H = self.heads
+        # (B, T, 2 H, D) and (B, T, H, D)
+        qk, v = self.qkv(self.norm1(x)).unflatten(2, (3 * H, -1)).split((2 * H, H), 2)
         if self.rotary:
-            q, k = (apply_rope(rms_norm(z), cos_sin) for z in (q, k))
-        q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H, T, D) each
+            qk = apply_rope(rms_norm(qk), cos_sin)
+        q, k = qk.transpose(1, 2).chunk(2, 1)  # (B, H, T, D) each
+        v = v.transpose(1, 2)
         if cache is not None:
-            cache[..., -T:, :] = torch.stack((k, v))
+            cache[..., -x.shape[1] :, :] = torch.stack((k, v))
             k, v = cache
-        y = attention(q, k, v, self.dropout * self.training)
-        y = self.out(y.transpose(1, 2).flatten(2))
-        x = x + F.dropout(y, self.dropout, self.training)
-        y = self.down(self.activation(self.up(self.norm2(x))))
-        return x + F.dropout(y, self.dropout, self.training)
+        y = attention(q, k, v, self.dropout.p * self.training)
+        x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+        x = x + self.dropout(self.down(self.activation(self.up(self.norm2(x)))))
+        return x
 
 
 def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:

@@ -277,12 +277,15 @@ def train(flags: Flags, given: set[str]) -> int:
             # Triton would log its whole program before it raises an error.
             logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
         if flags.strategy == "ddp":
-            if world.device.type == "cuda" and not recompute:
+            if world.device.type == "cuda" and flags.accum == 1 and not recompute:
                 with suppress(FileNotFoundError):  # to make steps of small models faster
-                    (batch, *_), _ = next(steps_from(start=0))
+                    graph_small_ = extra("cuda_graph").graph_small_
+                    (batch,), _ = next(steps_from(start=0))
                     batch = loop.to_device(batch, world.device)
-                    flops = batch[0].numel() * flops_per_token
-                    extra("cuda_graph").graph_small_(model.to(world.device), batch, flops, dtype)
+                    size = batch[0].numel() * (config.layers * config.embd + config.vocab)
+                    machine["cuda_graphs"] = graph_small_(
+                        model.to(world.device), batch, size, dtype
+                    )
             replica = ddp_setup.replicate(model, world)
         else:
             weight = partial(gpt.initial_weight, config, flags.seed)

@@ -42,7 +42,7 @@ def cross_entropy(
     if len(x) > rows and torch.is_grad_enabled():
         if (x[:0] @ weight.T).dtype != torch.float16:  # the dtype of the logits, with autocast too
             return CrossEntropyInParts.apply(at_once, x, weight, targets, rows)  # type: ignore
-        at_once = partial(checkpoint, at_once, use_reentrant=False)
+        at_once = partial(checkpoint, at_once, use_reentrant=False, preserve_rng_state=False)
         # Without its cache, autocast makes a float16 copy of `weight` for each part. So the
         # gradients of the parts are added up in the dtype of `weight`, and not in float16.
         kind = x.device.type

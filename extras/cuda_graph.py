@@ -4,9 +4,9 @@
     graph_(model, (x, y), torch.bfloat16)
     replica = nn.parallel.DistributedDataParallel(model)
 
-For each kernel, the host needs about 10 microseconds, and most kernels of a small model take less.
+The host needs about 10 microseconds to start a kernel, and many kernels of a small model take less.
 So the GPU waits for the host. A CUDA graph is a recorded sequence of kernels, which the host starts
-with a single call. They are the same kernels, so the results are the same.
+with a single call.
 
 Needs torch.
 """
@@ -16,50 +16,73 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# About 20 ms on an H100. With more, the kernels of a step take longer than the host.
-MAX_FLOPS = 1e13
-
 
 def graph_small_(
-    model: nn.Module, examples: tuple[Tensor, ...], flops: float, dtype: torch.dtype
-) -> None:
-    """Call graph_ if its forward and backward pass have so few FLOP that it makes them faster."""
-    if flops < MAX_FLOPS:
+    model: nn.Module, examples: tuple[Tensor, ...], activations: int, dtype: torch.dtype
+) -> bool:
+    """Call graph_ if the model is small, and return whether it was called.
+
+    activations: number of elements of the residual stream after all layers, and of the logits. In
+        float32, a GPT needs about 80 bytes for each. The model is small if that is less than a
+        tenth of the GPU's memory. The kernels of larger models take longer than the host needs to
+        start them.
+    """
+    memory = torch.cuda.get_device_properties(examples[0].device).total_memory
+    small = 80 * activations < memory / 10
+    if small:
         graph_(model, examples, dtype)
+    return small
 
 
 def graph_(
     model: nn.Module, examples: tuple[Tensor, ...], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Record model(*examples) and its backward pass; in training, model.forward replays them.
+    """Record model(*examples) and its backward pass as CUDA graphs, which model.forward replays.
 
-    Call this before DistributedDataParallel wraps the model, which then gets all gradients at the
-    end of the backward pass. The memory for the activations stays in use.
+    Call this before DistributedDataParallel wraps the model. DDP then gets all gradients at the end
+    of the backward pass, so it cannot send them during this pass.
 
-    model: on a CUDA device and in training mode. It returns only tensors. It must not wait for the
-        device, read the values of tensors, or recompute activations (torch.utils.checkpoint).
-        Later, its parameters may change only in place, and it cannot be pickled: save its
-        state_dict().
-    examples: inputs on the same device, whose values do not matter. Do not use them afterwards.
-    dtype: of torch.autocast. float32 switches autocast off.
+    model: on the current CUDA device and in training mode. It returns a tensor or nested tuples of
+        tensors, which depend on all parameters. No result of an earlier forward pass may exist.
+        The model must not wait for the device, read the values of tensors, or recompute activations
+        (torch.utils.checkpoint). It runs a few times here, which changes BatchNorm statistics.
+    examples: inputs on the same device. Their values do not matter. Do not use them afterwards.
+    dtype: of torch.autocast in the forward pass, without its cache. float32 switches autocast off.
 
-    Inputs of other shapes, evaluation, calls with keyword arguments, and all but the first
-    micro-batch of a step run without graphs.
+    A call replays the graphs if it is in training mode, its inputs have the shapes and dtypes of
+    `examples`, and no parameter has a gradient. So all but the first micro-batch of a step run
+    without graphs. Each call must be followed by its backward pass before the next call, which
+    overwrites the outputs and the gradients of this one: clone what you keep.
+
+    Afterwards, parameters may change only in place, requires_grad must not change, and hooks and
+    modes of inner modules have no effect. The model cannot be copied or pickled: save its
+    state_dict(). The memory that the passes need stays in use. The warning of torch about the
+    stream of AccumulateGrad is switched off in the whole process.
     """
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
-        # The recorded passes belong to another stream than the replayed ones. That is intended.
+        # Gradients are added up on the stream of the recording, while the training uses another
+        # stream. torch synchronises the two.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    eager, shapes = model.forward, [x.shape for x in examples]
-    with torch.autocast("cuda", dtype, dtype != torch.float32, cache_enabled=False):
-        torch.cuda.make_graphed_callables(model, examples)
+    eager, parameters = model.forward, list(model.parameters())
+
+    def with_autocast(*inputs: Any) -> Any:
+        enabled = dtype != torch.float32
+        with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
+            return eager(*inputs)
+
+    def kinds(inputs: tuple[Any, ...]) -> list[Any]:
+        return [isinstance(x, Tensor) and (x.shape, x.dtype) for x in inputs]
+
+    recorded = kinds(examples)
+    model.forward = with_autocast
+    torch.cuda.make_graphed_callables(model, examples)
     replay = model.forward
 
     def forward(*inputs: Any, **options: Any) -> Any:
-        if options or not (model.training and torch.is_grad_enabled()):
-            return eager(*inputs, **options)
-        # A replay writes all gradients to the same places, so it would overwrite earlier ones.
-        if any(p.grad is not None for p in model.parameters()):
-            return eager(*inputs)
-        return (replay if [x.shape for x in inputs] == shapes else eager)(*inputs)
+        fits = kinds(inputs) == recorded and not options
+        first = all(p.grad is None for p in parameters)
+        if fits and first and model.training and torch.is_grad_enabled():
+            return replay(*inputs)
+        return eager(*inputs, **options)
 
     model.forward = forward

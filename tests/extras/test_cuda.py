@@ -99,7 +99,7 @@ def printed(env, code):
         (PYTHON, "--dtype bfloat16"),
         (PYTHON, "--dtype bfloat16 --optimizer adamw --arch gpt2 --checkpoint-activations"),
         (PYTHON, "--dtype float16 --accum 2"),
-        (SPAWN, "--dtype bfloat16 --accum 2"),
+        (SPAWN, "--dtype float16"),
         (torchrun(2), "--dtype bfloat16 --strategy zero"),
         (SPAWN, "--dtype float16 --strategy fsdp --accum 2"),
         (SPAWN, "--dtype bfloat16 --strategy fsdp --checkpoint sharded"),
@@ -116,6 +116,9 @@ def test_training_gives_the_losses_of_a_cpu_and_continues_exactly(tmp_path, cuda
     ) as ran:
         assert ran["cuda"].result() and ran["cpu"].result().code == 0
     on_cuda = losses(tmp_path / "whole")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    no_graphs = {"--accum", "--checkpoint-activations", "--strategy"}.intersection(flags)
+    assert config.get("cuda_graphs", False) == (not no_graphs)
     (tmp_path / "half").mkdir()
     for path in (tmp_path / "whole").glob("step-00000003-*"):
         path.rename(tmp_path / "half" / path.name)
@@ -169,6 +172,7 @@ import json, sys, warnings
 from functools import partial
 import torch
 import gpt, loop
+from extras.cuda_graph import graph_
 from extras.muon import Muon
 
 config = gpt.Config(vocab=13, block_size=8, layers=2, heads=2, embd=16, dropout=0.1)
@@ -204,14 +208,18 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         next(training)  # The optimizers have no state yet, so this step waits.
         print(waits(lambda: [next(training) for _ in range(5)]) / 5, end=" ")
     print(waits(lambda: loop.evaluate(model, [(x, x)] * 5, gpt.loss, dtype)))
+graph_(model, (x.to("cuda"), x.to("cuda")), torch.bfloat16)
+training = loop.train_(model, optimizers(Muon), [([(x, x)], 32)] * 7, gpt.loss, dtype=torch.bfloat16)
+next(training)
+print(waits(lambda: [next(training) for _ in range(5)]))
 """
 
 
 def test_the_host_waits_only_where_the_docstrings_say_so(cuda):
-    """A step with fused AdamW and the fast Muon does not wait, one with torch's Muon does once, and an evaluation waits
-    once, for its result.
+    """A step with fused AdamW and the fast Muon does not wait, also with CUDA graphs. One with torch's Muon waits once,
+    and so does an evaluation, for its result.
     """
-    assert printed(cuda, STEPS + WAITS).split() == ["0.0", "1.0", "1"] * 3
+    assert printed(cuda, STEPS + WAITS).split() == [*["0.0", "1.0", "1"] * 3, "0"]
 
 
 LATE = """
@@ -255,8 +263,8 @@ def test_stop_and_divergence_are_noticed_one_step_later_and_a_bad_step_changes_n
 
 
 GRAPHS = """
+import numpy as np
 from torch.utils._pytree import tree_map_only
-from extras.cuda_graph import graph_
 
 replays, make_graphed = [], torch.cuda.make_graphed_callables
 
@@ -297,10 +305,12 @@ for dtype, compiled in SETTINGS:
     losses, weights, _ = train(False, dtype, compiled)
     with_graphs, weights_too, state = train(True, dtype, compiled)
     resumed, last_weights, _ = train(True, dtype, compiled, 4, state)
-    # Compiled code adds up the gradients of an embedding in any order.
-    same = compiled or all(map(torch.equal, weights, weights_too))
-    same_later = compiled or all(map(torch.equal, weights, last_weights))
-    print(losses == with_graphs, same, resumed == losses[5:], same_later, *replays)
+    # Compiled code adds up the gradients of an embedding in no fixed order.
+    tolerance = 1e-3 if compiled else 0.0
+    for pair in (losses, with_graphs), (losses[5:], resumed):
+        print(np.allclose(*pair, rtol=tolerance, atol=0), end=" ")
+    equal = all(map(torch.equal, weights * 2, weights_too + last_weights))
+    print(equal or compiled, *replays)
     replays.clear()
 """
 
@@ -317,7 +327,7 @@ def test_a_replayed_graph_gives_the_same_losses_and_weights_bit_by_bit(cuda):
     lines = printed(cuda, STEPS + code + GRAPHS).splitlines()
     assert len(lines) == len(settings)
     # Six replays in the whole run, and three after the resume: of the steps 5, 6 and 8.
-    assert all(line.split() == ["True"] * 4 + ["4"] * 9 for line in lines), lines
+    assert all(line.split() == ["True"] * 3 + ["4"] * 9 for line in lines), lines
 
 
 MISTAKE = """

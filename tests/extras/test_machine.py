@@ -47,8 +47,8 @@ def test_dropout_that_would_be_wrong_on_mps_is_refused():
     [
         ("cpu", "CXX", 9999, 1e13, False),
         ("cpu", "CXX", 9, 1e14, True),
-        ("cuda", "CC", 5000, 1e15, False),
-        ("cuda", "CC", 5001, 1e9, True),
+        ("cuda", "CC", 4000, 1e15, False),
+        ("cuda", "CC", 4001, 1e9, True),
         ("cuda", "CC", 9, 2e16, True),
         ("mps", "CXX", 9999, 1e20, False),
     ],
