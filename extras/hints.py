@@ -14,6 +14,7 @@ import traceback
 # not about the memory of the device. torch's OutOfMemoryError matches by its text, "out of memory".
 # Python raises SystemError if memory runs out during an import.
 HINTS = {
+    r"torch/cuda/graphs\.py": "--accum 2 trains without CUDA graphs",
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
         "--no-compile trains without torch.compile"
     ),

@@ -51,6 +51,17 @@ def test_an_error_of_the_compiler_names_no_compile():
     assert "\n" not in line and "long text" not in line
 
 
+def test_an_error_while_cuda_graphs_are_recorded_names_a_run_without_them():
+    class WaitsForTheDevice(torch.nn.Module):
+        def forward(self, x):
+            return x * float(x.sum())
+
+    # Without a GPU, the recording fails too.
+    x = torch.ones(3, device="cuda" if torch.cuda.is_available() else "cpu")
+    error = caught(lambda: torch.cuda.make_graphed_callables(WaitsForTheDevice(), (x,)))
+    assert one_line(error).endswith("; --accum 2 trains without CUDA graphs")
+
+
 def test_memory_is_named_if_the_compiler_had_too_little():
     from torch._inductor.exc import InductorError
 
