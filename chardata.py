@@ -8,7 +8,7 @@
         # count: number of targets in the global batch, but 0 on a rank without a window: see steps
         weight = 1 / count if count else 0
         for x, y in micro_batches:
-            (weight * loss_sum(model, x, y)).backward()
+            (weight * loss_sum(model, x, y)).backward()  # loss_sum: your function
         ...  # sum the gradients over all ranks and update
 
 DistributedDataParallel averages the gradients: with it, use world_size * weight.
@@ -22,8 +22,8 @@ DistributedDataParallel averages the gradients: with it, use world_size * weight
 - An *epoch* is one pass over the windows, each exactly once, in a new order. Steps are counted from
   0 through all epochs.
 
-This module does not communicate between ranks. To resume a run, only the plan and the number of
-the next step are needed.
+This module does not communicate between ranks. To resume a run, make an equal plan again, and
+pass the number of the next step to `steps`.
 """
 
 import codecs
@@ -68,7 +68,7 @@ class BatchPlan(NamedTuple):
     tokens: Tokens
     block_size: int  # inputs per window
     batch_size: int  # windows per global batch
-    seed: int = 0  # selects the order and the positions of the windows
+    seed: int = 0  # selects the order of the windows and where the first one begins
     vocab: int | None = None  # if given, all ids must be below it
 
 
@@ -212,9 +212,9 @@ def digest(tokens: Tokens, chars: str = "") -> str:
 
     The hash also depends on the type and the length of each array, but not on the names of files.
     An array of up to 16 blocks is read completely. Of a longer one, only 16 blocks are read, and a
-    change between them is not noticed. A block has 1 MiB. If there are more than 16 arrays, with
-    more than 256 MiB in total, it is smaller, but at least 4 KiB: at most 256 MiB are then read, or
-    more if there are more than 4096 arrays.
+    change between them is not noticed. A block has 1 MiB. If all arrays together have more than
+    256 MiB, a block has 16 MiB divided by the number of arrays, but 4 KiB to 1 MiB. So with up to
+    4096 arrays, at most 256 MiB are read.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -339,8 +339,9 @@ def steps(
     the other ranks wait for them.
 
     In an epoch, the windows begin at an offset, and divide the data into pieces of T inputs without
-    gaps. They are used in random order. Offset and order depend on (seed, epoch). At most 2 * T - 2
-    tokens, before the first window and after the last one, are in no window of the epoch.
+    gaps. They are used in random order. Offset and order depend on (seed, epoch). The tokens before
+    the first window and after the last one, together at most 2 * T - 2, are in no window of the
+    epoch.
 
     Raises ValueError if the data has no more than T tokens, or if this rank reads an id that is not
     below plan.vocab. Other ranks do not notice such an id, and the caller must end them.
@@ -357,7 +358,8 @@ def steps(
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
         # `group`, (G, 1): the steps that are read at once, counted from the start of the epoch.
-        # Either each of them has batch_size windows, or G = 1 and it is the last, smaller step.
+        # These are steps of batch_size windows. The last step of an epoch can have fewer windows.
+        # It is read alone.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)  # of one step
@@ -380,8 +382,9 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
 
     Over all ranks, each token but the first is a target exactly once. Each batch is (x, y), both
     (B, T) int64 on the CPU. x and y overlap in memory: do not write into them. B is at most
-    plan.batch_size, on each rank. T is plan.block_size, but the last batch of the pass can be one
-    shorter window.
+    plan.batch_size on each rank, while in training this is divided among ranks and micro-batches.
+    If memory is short, pass a plan with a smaller batch_size. T is plan.block_size, but the last
+    batch of the pass can be one shorter window.
 
     A rank can have one batch less than another, or no batch. So a collective for each batch can
     hang, unless ranks without a batch take part too.
@@ -390,10 +393,10 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
     whole = windows * block_size
-    # Divide the whole windows into batches of about equal size, so the ranks have similar work.
-    # max_batches limits their number: the lowest multiple of world_size with which each batch has
-    # at most batch_size windows. The targets after the last whole window are an extra batch. Both
-    # max(1, ...) are for data without a whole window.
+    # Divide the whole windows into max_batches batches of about equal size, or fewer because of
+    # rounding. max_batches is a multiple of world_size, so the ranks have similar work. It is just
+    # large enough that no batch has more than batch_size windows. The targets after the last whole
+    # window are an extra batch. Without a whole window, max(1, ...) avoids a division by 0.
     max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
     targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
     # Batch k has the inputs edges[k] to edges[k + 1] - 1. Each target is one position further.

@@ -8,7 +8,7 @@
         for name in rejected:
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
-    step = [found.entry.step if found else 0]    # of rank 0; the next two lines send it to all
+    step = [found.entry.step if found else 0]    # Rank 0 sends this list to the others.
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(step)
     ...
@@ -25,13 +25,14 @@ initializer=torch.set_num_threads and initargs=(1,). Otherwise its thread starts
 threads, there are more threads than CPUs, and the training gets slower.
 
 If a function raises on rank 0 only, the others wait in their next collective until rank 0 ends or
-the timeout is over. If rank 0 calls the function in wait_together() of ddp_setup.py, all ranks
-raise its ValueError or OSError. Do not catch another error, such as NotImplementedError for a
-sharded checkpoint: rank 0 must end, so that the others stop waiting.
+the timeout is over. ddp_setup.py has a remedy: if all ranks call wait_together(function, world),
+and the function does nothing on the other ranks, a ValueError or OSError of rank 0 is raised on all
+ranks. On rank 0, do not catch other exceptions, such as NotImplementedError for a sharded
+checkpoint: rank 0 must end, so that the others stop waiting.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
-first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` returns the
-state without this module. A sharded checkpoint is a folder, and its name has no ".pt".
+first 32 hex digits of the SHA-256 of the file. A program without this module can read it with
+`torch.load(path, weights_only=True)`. A sharded checkpoint is a folder, and its name has no ".pt".
 extras/sharded.py writes, reads and deletes it. For URLs see extras/remote.py.
 """
 
@@ -137,15 +138,19 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     no "optimizers", the optimizers lose their present state. For the weights alone, pass
     {"model": state["model"]} and no optimizers. Settings, such as the learning rate,
     stay as they are now. Gradients of the optimizers' parameters are deleted. `state` is not
-    changed, and shares no memory with the model and the optimizers. Do not use this for SparseAdam,
-    LBFGS, an optimizer with state in its param_groups, such as Prodigy, or with state that gets
-    other names or shapes during the training. Unfreeze parameters before, not after this call.
+    changed, and shares no memory with the model and the optimizers. Unfreeze parameters before this
+    call, because only parameters that are trained get a state. Do not use this for SparseAdam,
+    LBFGS, optimizers with state in their param_groups, such as Prodigy, and optimizers whose state
+    gets other names or shapes during the training.
 
     ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
     model does not have. The model is then unchanged, but gradients may be deleted, and an optimizer
-    may have no state, or the saved one. (One case changes the model: to get its initial state, each
-    optimizer does a step with zero gradients and learning rate 0, which also calls hooks of step().
-    Adam with eps=0 then sets the weights to NaN, as it divides 0 by 0.)
+    may have no state, or the saved state.
+
+    To create its initial state, an optimizer first does a step with zero gradients and learning
+    rate 0, unless each of its parameters has a state already. This step calls the hooks of step().
+    It changes no weight, with one exception: Adam with eps=0 divides 0 by 0, so the weights become
+    NaN.
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -198,13 +203,13 @@ def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
 
 
 def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
-    """Delete an optimizer's state and gradients. Return the state that it would begin with."""
+    """Delete an optimizer's state and gradients. Return a state that shows its names and shapes."""
     # This import takes 0.5 s.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     # If there are no gradients and no state, torch creates the state: the optimizer does a step
-    # with zero gradients and learning rate 0. A complete state is used as it is, because in torch
-    # 2.11 only the constructor of Adagrad can create it.
+    # with zero gradients and learning rate 0. If each parameter has a state already, the names and
+    # shapes are taken from it, because in torch 2.11 such a step cannot create Adagrad's state.
     optimizer.zero_grad()
     if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
         optimizer.state.clear()
@@ -434,10 +439,11 @@ def newest(
 
 
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
-    """Return the entries that prune() removes. `entries` must be in the order of steps.
+    """Return all entries but those with the `keep` highest steps and the lowest loss.
 
-    If several share the lowest loss, the one with the highest step counts as the best. Losses
-    are compared with four decimals, as in the names. ValueError if keep < 1.
+    `entries` must be in the order of steps. If several share the lowest loss, the one with the
+    highest step counts as the best. Losses are compared with four decimals, as in the names.
+    ValueError if keep < 1.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
@@ -466,7 +472,7 @@ def _remove(folder: str, name: str) -> None:
 
 
 def set_aside(folder: str, name: str) -> None:
-    """Add ".damaged" to a name, so that it is no longer listed. For superseded folders too."""
+    """Add ".damaged" to a name, so that it is no longer listed. prune() does so with folders."""
     _rename(Path(folder, name), f"{name}.damaged")
 
 

@@ -123,22 +123,22 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     - If a rank was killed or lost, one of the others (unless torchrun ends them first) raises
       ConnectionError, which names the ranks that did not answer. Under spawn, if the exit code of
       the lost rank is not 0, the parent process reports it instead. If the store is lost too,
-      each rank raises ConnectionError. The parent process of spawn or torchrun's agent holds the
-      store; with other launchers, rank 0 does.
+      each rank that got an exception from torch.distributed raises ConnectionError. The parent
+      process of spawn or torchrun's agent holds the store; with other launchers, rank 0 does.
     - If no rank was lost, but all failed in torch.distributed, one raises torch's own exception.
     - Otherwise, the rank that failed first raises its own exception.
-    On each other rank that gets an exception, SystemExit replaces it. Python prints nothing for
-    SystemExit. Its exit code is the attribute `exit_code` of the replaced exception, else 1. The
-    rank that reports the cause raises its own exception, for which Python ends with 1, and spawn
-    with the attribute `exit_code`, else 1.
+    On each other rank that gets an exception, SystemExit replaces it, for which Python prints
+    nothing. Its code is the attribute `exit_code` of the replaced exception, else 1. The rank that
+    reports the cause raises an ordinary exception. If nobody catches it, Python prints it and ends
+    with 1; a process that spawn has started ends with the attribute `exit_code`, else 1.
 
     Some ranks get no exception, and end with exit code 1:
     - a rank that has waited for the timeout;
     - after another rank has reported an error, a rank that starts no collective for about the
       timeout;
-    - with NCCL, a rank that waits in a collective or in init_process_group, within 3/20 of the
-      timeout after another rank has reported an error or the store was lost. torch can also end
-      this rank with SIGABRT.
+    - with NCCL, a rank that waits in a collective or in init_process_group when another rank
+      reports an error or the store is lost. It ends within 3/20 of the timeout. torch can also end
+      it with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt counts as lost for ranks that
     still use the group. With sys.exit() and sys.exit(0), it first leaves the group cleanly, as at
@@ -163,7 +163,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     main, clean = threading.get_ident(), False
     joined, block_ended = threading.Event(), threading.Event()
     try:
-        # Each group needs its own keys. Each rank counts its groups, so all get the same number.
+        # Each group needs its own keys. Each rank counts its groups, and all ranks make the same
+        # groups, so they get the same number.
         # _wait_for_ranks uses these keys too.
         number = store.add(f"groups of {world.rank}", 1)
         store = dist.PrefixStore(f"group {number}", store)
@@ -337,7 +338,7 @@ def _watch_ranks(
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
     This runs in a thread of each rank. When it ends the process, the thread `main`, which called
-    process_group, is blocked in a collective, so no exception can be raised there.
+    process_group, is usually blocked in a collective, so no exception can be raised there.
 
     An interval is 1/20 of the timeout. In each interval, each rank adds 1 to one counter in the
     store, and stores the new count together with the line of its program. All ranks use the same
@@ -360,18 +361,18 @@ def _watch_ranks(
         before = numbers, compiled  # one interval ago
         numbers, waiting = _inspect_collectives(cuda, numbers)
         waiting |= not joined.is_set()
-        waiting_for_nccl, failed = cuda and waiting, True
-        # If the store is lost, an exception ends this block, and `failed` stays True.
+        waiting_for_nccl = cuda and waiting
+        failed = True  # if the store is lost: then DistError leaves the next `with` block
         with suppress(dist.DistError):
             count = store.add("counter", 1)
             store.set(f"state of {world.rank}", json.dumps([count, line]))
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
             failed = store.add("reported", 0) > 0  # whether a rank has reported an error
-            waiting |= failed
+            waiting |= failed  # Then all ranks count as waiting.
         counts = [*counts, count] if waiting and (numbers, compiled) == before else []
         if len(counts) < (2 if failed and waiting_for_nccl else 20):
             continue
-        ranks = ["no answer from rank 0"]
+        ranks = ["no answer from rank 0"]  # if the store is lost
         with suppress(dist.DistError):
             if store.add("reported", 1) > 1:
                 os._exit(1)
@@ -394,7 +395,8 @@ def _watch_ranks(
 def _inspect_threads(main: int) -> tuple[str, bool]:
     """Return the program lines of the thread `main`, and whether a thread runs torch.compile.
 
-    These are up to three lines, the innermost call first, which is often in a helper function.
+    Of the stack of calls, these are the three innermost lines, the innermost first. One line is
+    often not enough, because it is in a helper function.
     """
     # traceback.extract_stack would read source files. Their storage can hang.
     stacks = {
@@ -598,8 +600,8 @@ def detach_worker(worker_id: int) -> None:
     Otherwise the worker can end before its rank has saved. torchrun and the terminal send signals
     to all processes of a Unix process group; setsid takes the worker out of it. SLURM can send
     SIGUSR1 to all processes, so the worker ignores it. A SIGTERM to the worker itself still ends
-    it, because if the rank fails, Python sends one and waits until the worker has ended. On
-    Windows, this function does nothing.
+    it. Python needs this: if the rank fails, Python sends one and waits until the worker has
+    ended. On Windows, this function does nothing.
     """
     if hasattr(os, "setsid"):  # not on Windows
         os.setsid()

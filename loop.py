@@ -55,7 +55,7 @@ class Report:
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient, before clipping
     count: Tensor  # count of the global batch
-    skipped: Tensor  # steps since train_ began whose loss or gradient was not finite
+    skipped: Tensor  # number of steps without an update, as loss or gradient was not finite
     stop: bool  # some rank's stop() was true (on CUDA: in the step before)
 
 
@@ -87,16 +87,16 @@ def train_(
     model.train() at the start.
 
     start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
-        only when `steps` ends. If your loop ends with break, do not call train_ when no step is
-        left: it does a step before the loop can break.
+        only when `steps` ends. If your loop ends with break at step `total`, check that start is
+        below `total`: the loop can break only after a step.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
-        the global batch, or 0 on a rank that has no data left. Such a rank passes any earlier
-        micro-batch, which is not part of the global batch. It gets the weight 0, so its loss and
-        gradient must be finite (0 * inf is NaN), and it changes BatchNorm statistics. Parameters
-        that no other micro-batch uses get a gradient of 0 instead of None, so weight decay and
-        momentum change them. All ranks need the same number of steps. Their numbers of
-        micro-batches may differ, also with DDP, unless layers of the model communicate, as
-        SyncBatchNorm does.
+        the global batch, or 0 on a rank that has no data left. This rank passes a substitute, for
+        example an earlier micro-batch. The substitute is not part of the global batch: its loss
+        gets the weight 0. Loss and gradient of the substitute must be finite, because 0 * inf is
+        NaN. It changes BatchNorm statistics. Parameters that only the substitute uses get a
+        gradient of 0 instead of None, so weight decay and momentum change them. All ranks need the
+        same number of steps. The ranks may have different numbers of micro-batches in a step, also
+        with DDP, unless layers of the model communicate, as SyncBatchNorm does.
     loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
     lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
         becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
@@ -152,7 +152,7 @@ def train_(
     skipped = in_a_row = previous = torch.zeros((), device=device)
     # A queue of checks (see _read_flags), one per step. On CUDA, the queue begins with a check that
     # does nothing, so each step calls the check of the step before. Otherwise it calls its own.
-    unread: list[Callable[[], bool]] = [lambda: False] * _read_delay(device)
+    unread: list[Callable[[], bool]] = [lambda: False] if _reads_late(device) else []
     model.train()
     for step, (batches, total) in enumerate(steps, start):
         if lr_at:
@@ -189,8 +189,8 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
     if differ:
         raise ValueError(
             f"step {step - 1}: the ranks had different gradients; loss_fn must use the model that "
-            "it is given, which synchronises those parameters that it had, not frozen, when it was "
-            "wrapped"
+            "is passed to it: only parameters that were part of this model and trainable when it "
+            "was wrapped are synchronised"
         )
     # A rank that declares 0 does not know the count. float32 sums on MPS need the tolerance.
     if declared and abs(counted - declared) > 1e-6 * declared:
@@ -202,7 +202,7 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
         advice = (
             "try a lower learning rate, or with a GradScaler a lower init_scale"
             if counted
-            else "loss_fn counted nothing there"
+            else "loss_fn counted nothing in this step"
         )
         raise Diverged(
             f"loss or gradient not finite {patience} times in a row, up to step {step}; {advice}"
@@ -210,8 +210,8 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
     return stopping > 0
 
 
-def _read_delay(device: torch.device) -> bool:
-    """Return after how many more steps, or rounds of an evaluation, the host reads flags."""
+def _reads_late(device: torch.device) -> bool:
+    """Return whether the host reads flags one step, or one round of an evaluation, late."""
     return device.type == "cuda"
 
 
@@ -306,9 +306,9 @@ def evaluate(
 
     It is NaN if no rank has a batch. All ranks must call this function. Their numbers of batches
     may differ or be 0. With FSDP2 they must be equal: see pad_batches in extras/fsdp.py.
-    stop: is called equally often on all ranks: once more than the largest number of batches of a
-        rank. (On CUDA twice more, and the last call has no effect.) If it returns true on any rank,
-        all ranks return None.
+    stop: evaluate calls it in each round. A round is one batch on each rank that has one left, and
+        the last round has none. (On CUDA, one more round follows, whose call has no effect.) So all
+        ranks call it equally often. If it returns true on any rank, all ranks return None.
 
     evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, loss_fn
     gets the module inside DDP, and rank 0 first sends its buffers to all ranks, unless
@@ -327,9 +327,9 @@ def evaluate(
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
     no_batch = object()
-    # On CUDA, flags are read one round late. The first read returns these: one rank has a batch, no
-    # rank stops.
-    unread = [lambda: [1.0, 0.0]] * _read_delay(device)
+    # On CUDA, flags are read one round late. The first read returns [1, 0]: one rank has a batch,
+    # no rank stops.
+    unread = [lambda: [1.0, 0.0]] if _reads_late(device) else []
     try:
         for batch in chain(batches, repeat(no_batch)):
             # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. If some ranks call
@@ -371,8 +371,9 @@ def group_batches(
     rank that has no batch at all while others have.
 
     group_batches reads one step ahead, so the saved state of a loader would be one step too far. To
-    resume, skip the finished steps instead: islice(group_batches(...), start, None). If all counts
-    are above 0, it is faster to skip their batches, before group_batches.
+    resume, do not use such a state. Make a loader that gives the same batches in the same order,
+    and skip the finished steps: islice(group_batches(...), start, None). If all counts are above 0,
+    it is faster to skip start * accum batches of the loader, before group_batches.
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:

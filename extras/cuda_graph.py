@@ -1,7 +1,8 @@
 """Run the forward and backward pass of a small model as CUDA graphs.
 
     model = model.to("cuda")
-    graph_(model, (x, y), torch.bfloat16)
+    examples = torch.zeros(2, B, T, dtype=torch.int64, device="cuda")
+    graph_(model, (*examples,), torch.bfloat16)
     replica = nn.parallel.DistributedDataParallel(model)
 
 The host needs about 10 microseconds to start a kernel, and many kernels of a small model take less.
@@ -22,10 +23,10 @@ def graph_small_(
 ) -> bool:
     """Call graph_ if the model is small, and return whether it was called.
 
-    activations: number of elements of the residual stream after all layers, and of the logits. In
-        float32, a GPT needs about 80 bytes for each. The model is small if that is less than a
-        tenth of the GPU's memory. The kernels of larger models take longer than the host needs to
-        start them.
+    activations: B * T * (layers * C + V), for B sequences of T tokens, width C, and V logits for
+        each token. In float32, a GPT of gpt.py needs about 80 bytes for each of these numbers. If
+        that is more than a tenth of the GPU's memory, the model is not small: its kernels take
+        longer than the host needs to start them, and the graphs would keep too much memory.
     """
     memory = torch.cuda.get_device_properties(examples[0].device).total_memory
     small = 80 * activations < memory / 10
@@ -43,25 +44,31 @@ def graph_(
     of the backward pass, so it cannot send them during this pass.
 
     model: on the current CUDA device and in training mode. It returns a tensor or nested tuples of
-        tensors, which depend on all parameters. No result of an earlier forward pass may exist.
-        The model must not wait for the device, read the values of tensors, or recompute activations
-        (torch.utils.checkpoint). It runs a few times here, which changes BatchNorm statistics.
+        tensors, which depend on all parameters. Delete the losses of earlier forward passes: they
+        keep nodes of the autograd graph alive. The model must not wait for the device, read the
+        values of tensors, or recompute activations (torch.utils.checkpoint). It runs a few times
+        here, which changes BatchNorm statistics.
     examples: inputs on the same device. Their values do not matter. Do not use them afterwards.
-    dtype: of torch.autocast in the forward pass, without its cache. float32 switches autocast off.
+    dtype: the dtype of torch.autocast for the recorded forward pass. float32 switches it off.
 
-    A call replays the graphs if it is in training mode, its inputs have the shapes and dtypes of
-    `examples`, and no parameter has a gradient. So all but the first micro-batch of a step run
-    without graphs. Each call must be followed by its backward pass before the next call, which
-    overwrites the outputs and the gradients of this one: clone what you keep.
+    A call of the model replays the graphs if the model is in training mode, gradients are enabled,
+    the inputs are positional and have the shapes and dtypes of `examples`, and each p.grad is None.
+    So only the first micro-batch of a step replays graphs, and zero_grad must set gradients to None
+    (the default). All other calls run as before, so do all calls under torch.autocast as usual.
+    Each replay draws new random numbers for dropout.
 
-    Afterwards, parameters may change only in place, requires_grad must not change, and hooks and
-    modes of inner modules have no effect. The model cannot be copied or pickled: save its
-    state_dict(). The memory that the passes need stays in use. The warning of torch about the
-    stream of AccumulateGrad is switched off in the whole process.
+    After a call that replays graphs, run the backward pass before the next call, which overwrites
+    the output. The backward pass of the next replay overwrites the gradients. Clone what you keep
+    longer.
+
+    Afterwards, parameters may change only in place, requires_grad must not change, and hooks of
+    inner modules and their train() and eval() have no effect. The model cannot be copied or
+    pickled: save its state_dict(). The memory that the passes need stays in use. A warning of torch
+    about streams is switched off in the whole process.
     """
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
-        # Gradients are added up on the stream of the recording, while the training uses another
-        # stream. torch synchronises the two.
+        # torch adds up gradients on the stream that was used for the recording. The training uses
+        # another stream. torch synchronises the two, but would warn.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     eager, parameters = model.forward, list(model.parameters())
 
@@ -70,16 +77,16 @@ def graph_(
         with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
             return eager(*inputs)
 
-    def kinds(inputs: tuple[Any, ...]) -> list[Any]:
+    def shapes_and_dtypes(inputs: tuple[Any, ...]) -> list[Any]:
         return [isinstance(x, Tensor) and (x.shape, x.dtype) for x in inputs]
 
-    recorded = kinds(examples)
+    recorded = shapes_and_dtypes(examples)
     model.forward = with_autocast
-    torch.cuda.make_graphed_callables(model, examples)
+    torch.cuda.make_graphed_callables(model, examples)  # replaces model.forward
     replay = model.forward
 
     def forward(*inputs: Any, **options: Any) -> Any:
-        fits = kinds(inputs) == recorded and not options
+        fits = shapes_and_dtypes(inputs) == recorded and not options
         first = all(p.grad is None for p in parameters)
         if fits and first and model.training and torch.is_grad_enabled():
             return replay(*inputs)

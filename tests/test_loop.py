@@ -487,7 +487,7 @@ def test_unused_parameters_are_an_error_before_the_update_except_on_one_rank(ran
 def test_a_declared_count_that_differs_from_the_counted_one_is_an_error(
     monkeypatch, declared, counted, delay
 ):
-    monkeypatch.setattr(loop, "_read_delay", lambda device: delay)
+    monkeypatch.setattr(loop, "_reads_late", lambda device: delay)
     model, seen = mlp(), []
     steps = [([(X[:7], Y[:7])], 7), ([(X[:counted], Y[:counted])], declared)]
     message = f"step 12: the declared count is {declared}, but loss_fn counted {counted}$"
@@ -694,7 +694,7 @@ def test_five_bad_steps_in_a_row_raise_an_error_that_names_the_last():
 def test_with_delayed_reads_as_on_cuda_the_error_names_the_last_bad_step(
     monkeypatch, good_steps_after
 ):
-    monkeypatch.setattr(loop, "_read_delay", lambda device: 1)
+    monkeypatch.setattr(loop, "_reads_late", lambda device: 1)
     model, seen = mlp(), []
     good, bad = ([([(X[:1] * factor, Y[:1])], 1)] for factor in (1.0, math.nan))
     steps = good * 2 + bad * 3 + good * good_steps_after
@@ -718,12 +718,12 @@ def test_sums_are_float64_except_on_mps():
 
 
 def test_flags_are_read_one_step_late_on_cuda_and_at_once_elsewhere():
-    delays = [loop._read_delay(torch.device(kind)) for kind in ("cuda", "cpu", "mps")]
+    delays = [loop._reads_late(torch.device(kind)) for kind in ("cuda", "cpu", "mps")]
     assert delays == [1, 0, 0]
 
 
 def test_with_delayed_reads_as_on_cuda_stop_is_reported_one_step_later(monkeypatch):
-    monkeypatch.setattr(loop, "_read_delay", lambda device: 1)
+    monkeypatch.setattr(loop, "_reads_late", lambda device: 1)
     model, requests = mlp(), iter([False, True, False, False])
     training = loop.train_(
         model, [sgd(model)], [([(X[:1], Y[:1])], 1)] * 4, squares, stop=lambda: next(requests)
@@ -743,7 +743,7 @@ def test_with_delayed_reads_as_on_cuda_an_evaluation_gives_the_same_result(
         return squares(model, batch)
 
     expected = loop.evaluate(model, batches, squares)
-    monkeypatch.setattr(loop, "_read_delay", lambda device: 1)
+    monkeypatch.setattr(loop, "_reads_late", lambda device: 1)
     stop = lambda: stops.append(0) or len(stops) == stop_at  # noqa: E731
     result = loop.evaluate(model, batches, loss_fn, stop=stop)
     assert result == (None if stop_at else expected) and len(calls) == computed
