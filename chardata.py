@@ -166,9 +166,10 @@ def _read_file(name: str) -> np.ndarray:
         dtype = "u2"
         # np.resize, because the file can have fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
-        # llm.c's header is 256 int32: a magic number, the version, the number of tokens, zeros.
-        # GPT-2 tokens cannot begin with a magic number: the first id would be 55432 or 55713, which
-        # GPT-2 does not have.
+        # llm.c's header is 256 int32: a magic number, the version, the number of tokens, zeros. The
+        # magic numbers stand for GPT-2 (version 1) and Llama 3 (another version, an error below).
+        # A file without a header would begin with a magic number only if its first id were 55432 or
+        # 55713. GPT-2 has no such ids.
         if magic in (20240520, 20240801):
             start = 1024
         else:  # No header: below, only an odd number of bytes is an error.
@@ -212,9 +213,9 @@ def digest(tokens: Tokens, chars: str = "") -> str:
 
     The hash also depends on the type and the length of each array, but not on the names of files.
     An array of up to 16 blocks is read completely. Of a longer one, only 16 blocks are read, and a
-    change between them is not noticed. A block has 1 MiB. If all arrays together have more than
-    256 MiB, a block has 16 MiB divided by the number of arrays, but 4 KiB to 1 MiB. So with up to
-    4096 arrays, at most 256 MiB are read.
+    change between them is not noticed. A block has 1 MiB. For more than 16 arrays with together
+    more than 256 MiB, it has 16 MiB divided by the number of arrays, so that at most 256 MiB are
+    read. But it has at least 4 KiB.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -357,9 +358,9 @@ def steps(
     ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # `group`, (G, 1): the steps that are read at once, counted from the start of the epoch.
-        # These are steps of batch_size windows. The last step of an epoch can have fewer windows.
-        # It is read alone.
+        # `group`, (G, 1): the steps that are read at once, counted from the start of the epoch. All
+        # of them have batch_size windows, but the last step of an epoch can have fewer windows. It
+        # is then the only step of its group.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)  # of one step
@@ -369,6 +370,7 @@ def steps(
         count = windows * block_size
         if not mine.size:  # This rank has no window. The substitute is window 0.
             order, count = np.zeros_like(group), 0
+        # With the largest offset, the last target is the last token.
         offset = _key(seed, epoch, "offset") % (n - epoch_windows * block_size)
         rows = _gather(tokens, views, offset + order * block_size, size)
         for step_rows in _to_tensor(rows, vocab):
@@ -396,7 +398,7 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     # Divide the whole windows into max_batches batches of about equal size, or fewer because of
     # rounding. max_batches is a multiple of world_size, so the ranks have similar work. It is just
     # large enough that no batch has more than batch_size windows. The targets after the last whole
-    # window are an extra batch. Without a whole window, max(1, ...) avoids a division by 0.
+    # window are an extra batch. max(1, ...) is for data without a whole window.
     max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
     targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
     # Batch k has the inputs edges[k] to edges[k + 1] - 1. Each target is one position further.
@@ -464,8 +466,8 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.ones_like(out, bool)
     while outside.any():
         left, right = divmod(out[outside], b)
-        # Eight half rounds: each changes `left`, and exchanges left with right and a with b. So the
-        # next one changes the other half.
+        # Eight half rounds. Each computes a new `left` and then exchanges the names left and right,
+        # and a and b. So the next one changes the other half.
         for i in range(8):
             # The inner % keeps the sum within 64 bits.
             left, right = right, (left + _hash(right, key + i) % a) % a

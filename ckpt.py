@@ -25,10 +25,10 @@ initializer=torch.set_num_threads and initargs=(1,). Otherwise its thread starts
 threads, there are more threads than CPUs, and the training gets slower.
 
 If a function raises on rank 0 only, the others wait in their next collective until rank 0 ends or
-the timeout is over. ddp_setup.py has a remedy: if all ranks call wait_together(function, world),
-and the function does nothing on the other ranks, a ValueError or OSError of rank 0 is raised on all
-ranks. On rank 0, do not catch other exceptions, such as NotImplementedError for a sharded
-checkpoint: rank 0 must end, so that the others stop waiting.
+the timeout is over. If all ranks call from_rank_zero() of ddp_setup.py, it calls a function on rank
+0, and raises its ValueError or OSError on all ranks. Do not catch an exception of another type on
+rank 0, such as NotImplementedError for a sharded checkpoint: rank 0 must end, so that the others
+stop waiting.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. A program without this module can read it with
@@ -147,10 +147,10 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     model does not have. The model is then unchanged, but gradients may be deleted, and an optimizer
     may have no state, or the saved state.
 
-    To create its initial state, an optimizer first does a step with zero gradients and learning
-    rate 0, unless each of its parameters has a state already. This step calls the hooks of step().
-    It changes no weight, with one exception: Adam with eps=0 divides 0 by 0, so the weights become
-    NaN.
+    To check names and shapes, restore_ needs a state of each optimizer. If a parameter has no state
+    yet, torch creates the states by a step with zero gradients and learning rate 0. This step calls
+    the hooks of step(). It changes no weight, with one exception: Adam with eps=0 divides 0 by 0,
+    so the weights become NaN.
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -171,13 +171,13 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         initial = _reset_(model, optimizer)
         unused = dict(theirs.get("state", {}))
         for parameter in [*initial]:
-            likes = initial.pop(parameter)  # frees the memory of the initial state early
+            template = initial.pop(parameter)  # frees the memory of the initial state early
             if values := unused.pop(names[parameter], {}):
                 where = f"optimizer state of {names[parameter]}: "
                 # A fused optimizer does not check shapes. With wrong ones, it computes nonsense.
-                check_same(_flatten(values), _flatten(likes), where)
+                check_same(_flatten(values), _flatten(template), where)
                 optimizer.state[parameter] = tree_map(
-                    partial(_receive, device=parameter.device), values, likes
+                    partial(_receive, device=parameter.device), values, template
                 )
         if unused:
             raise ValueError(
@@ -207,9 +207,10 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
     # This import takes 0.5 s.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # If there are no gradients and no state, torch creates the state: the optimizer does a step
-    # with zero gradients and learning rate 0. If each parameter has a state already, the names and
-    # shapes are taken from it, because in torch 2.11 such a step cannot create Adagrad's state.
+    # If there are no gradients and no state, get_optimizer_state_dict creates the state: it lets
+    # the optimizer do a step with zero gradients and learning rate 0. Its result is not needed. If
+    # each parameter has a state already, that state is returned, because in torch 2.11 such a step
+    # cannot create Adagrad's state.
     optimizer.zero_grad()
     if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
         optimizer.state.clear()
@@ -220,7 +221,7 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
 
 
 def _flatten(values: State) -> State:
-    """Return the optimizer state of a parameter, {"a": [x, y]} as {"a": x, "a 1": y}."""
+    """Give each value in an optimizer state a name: {"a": [x, y]} becomes {"a": x, "a 1": y}."""
     return {
         f"{key} {i or ''}".rstrip(): leaf
         for key, value in values.items()
@@ -294,10 +295,10 @@ def save(
 ) -> Entry:
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
-    state: what snapshot() returned on rank 0. step: from 0. A checkpoint of the same step is
-    replaced, also the best one. loss: the validation loss. keep: if given, prune(folder, keep)
-    follows. If the folder has checkpoints with higher steps, prune() can delete the new one at
-    once. Damaged checkpoints count too, until set_aside().
+    state: what snapshot() returned on rank 0. step: number of finished steps. A checkpoint of the
+    same step is replaced, also the best one. loss: the validation loss. keep: if given,
+    prune(folder, keep) follows. If the folder has checkpoints with higher steps, prune() can delete
+    the new one at once. Damaged checkpoints count too, until set_aside().
 
     ValueError if load() would refuse the file, for example because of NaN. No file is then left.
     ValueError also if keep < 1, after the file was written. After an error in writing, the earlier
@@ -447,7 +448,8 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-    # Entries without a loss come last. If none has one, this is the newest, which remains anyway.
+    # Entries without a loss come last. If no entry has a loss, `best` is the newest entry, which
+    # remains anyway.
     best = min(entries, key=lambda e: (e.loss is None, e.loss, -e.step), default=None)
     return [entry for entry in entries[:-keep] if entry != best]
 
@@ -486,8 +488,8 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     worker of a DataLoader, also keeps the lock until it ends.
 
     ValueError if another process, or an earlier lock() of this one, still has the lock after
-    `timeout` seconds. Returns None and deletes nothing if flock() fails, as on a file system
-    without locks, or does not exist, as on Windows.
+    `timeout` seconds. Where locks do not work (on Windows, and on some file systems), lock()
+    returns None and deletes nothing. Then nothing keeps other runs out.
     """
     # Not the package filelock: without flock(), it waits for ever or leaves locks behind.
     if not fcntl:

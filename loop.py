@@ -55,7 +55,8 @@ class Report:
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient, before clipping
     count: Tensor  # count of the global batch
-    skipped: Tensor  # number of steps without an update, as loss or gradient was not finite
+    # number of steps of this call of train_, up to now, whose loss or gradient was not finite
+    skipped: Tensor
     stop: bool  # some rank's stop() was true (on CUDA: in the step before)
 
 
@@ -90,21 +91,21 @@ def train_(
         only when `steps` ends. If your loop ends with break at step `total`, check that start is
         below `total`: the loop can break only after a step.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
-        the global batch, or 0 on a rank that has no data left. This rank passes a substitute, for
-        example an earlier micro-batch. The substitute is not part of the global batch: its loss
-        gets the weight 0. Loss and gradient of the substitute must be finite, because 0 * inf is
-        NaN. It changes BatchNorm statistics. Parameters that only the substitute uses get a
-        gradient of 0 instead of None, so weight decay and momentum change them. All ranks need the
-        same number of steps. The ranks may have different numbers of micro-batches in a step, also
-        with DDP, unless layers of the model communicate, as SyncBatchNorm does.
+        the global batch, or 0 on a rank that has no data left. A rank without data passes a
+        substitute, for example an earlier micro-batch. The substitute is not part of the global
+        batch: its loss gets the weight 0. Loss and gradient of the substitute must be finite,
+        because 0 * inf is NaN. It changes BatchNorm statistics. Parameters that only substitutes
+        use get a gradient of 0 instead of None, so weight decay and momentum change them. All ranks
+        need the same number of steps. The ranks may have different numbers of micro-batches in a
+        step, also with DDP, unless layers of the model communicate, as SyncBatchNorm does.
     loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
     lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
         becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
-        None, train_ leaves "lr" to the caller, for example to a torch scheduler. To resume with a
-        scheduler, create it (this changes each "lr"), load its state, and then copy its
-        get_last_lr() into each "lr", as extras/tutorial/scheduler.py does. OneCycleLR and CyclicLR
-        also change the momentum, which get_last_lr() does not return: switch this off with
-        cycle_momentum=False.
+        None, train_ leaves "lr" to the caller, for example to a torch scheduler. A new scheduler
+        sets each "lr" to its first value. So to resume, create the scheduler, load its state, and
+        then copy its get_last_lr() into each "lr", as extras/tutorial/scheduler.py does. OneCycleLR
+        and CyclicLR also change the momentum, which get_last_lr() does not return: switch this off
+        with cycle_momentum=False.
     clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers. With
         math.inf, nothing is clipped.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
@@ -125,18 +126,18 @@ def train_(
 
     ValueError before an update: the model is not wrapped, clip is not above 0, or a step has no
     micro-batch.
-    ValueError after a wrong update, so discard the model: the declared count is not what loss_fn
-    counted (checked on ranks that do not declare 0). Or the gradient norm was not the same on all
-    ranks, because loss_fn does not use the model that it is given. Each step checks the norm of the
-    step before, so the norm of the last step is not checked.
+    ValueError after a wrong update, so discard the model, in two cases. The declared count is not
+    what loss_fn counted (checked on ranks that do not declare 0). Or the gradient norm was not the
+    same on all ranks, because loss_fn does not use the model that it is given. The norm is checked
+    in the next step, so the norm of the last step is not checked.
 
     If an error is raised on some ranks only, the others wait in a collective until the processes of
     these ranks end, or until the timeout of the process group.
 
-    On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step later. A
-    request to stop in the last step is not reported. Errors of the last step are raised when
-    `steps` ends, so a caller that uses break does not get them. An optimizer without fused=True,
-    or without state, makes the host wait in each step.
+    On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step later, the
+    check of a norm two steps after its own. A request to stop in the last step is not reported.
+    Errors of the last step are raised when `steps` ends, so a caller that uses break does not get
+    them. An optimizer without fused=True, or without state, makes the host wait in each step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -168,12 +169,14 @@ def train_(
             sums = _backward_(
                 model, batches, weight, loss_fn, dtype, scaler, stop(), previous, no_sync
             )
-            # `previous` is the norm of the step before, and sums[3] is its sum over the ranks. The
-            # check allows 0.1 %, because different hardware rounds differently.
+            # sums: (loss sum, count, number of ranks that ask to stop, sum of `previous`), all over
+            # the ranks. `previous` is the gradient norm of the step before. The check allows 0.1 %,
+            # because different hardware rounds differently.
             differ = (sums[3] / world_size - previous).abs() > 1e-3 * previous
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
-        previous = norm.nan_to_num(0.0, 0.0)  # NaN on one rank only must not pass the check.
+        # Comparisons with NaN are false. With 0 in its place, a NaN on one rank only is found.
+        previous = norm.nan_to_num(0.0, 0.0)
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
         read = to_host(torch.stack([*sums[1:3], in_a_row, differ]))
@@ -259,7 +262,7 @@ def _backward_(
             scaler.scale(loss_sum * weight).backward()
     wait()
     # DDP raises RuntimeError here, before the update, if it has synchronised only some gradients.
-    # For other models, bool() is called, which does nothing.
+    # Other models do not have this method. For them, bool() is called, which does nothing.
     getattr(model, "_check_reducer_finalized", bool)()
     return sums
 
@@ -306,9 +309,10 @@ def evaluate(
 
     It is NaN if no rank has a batch. All ranks must call this function. Their numbers of batches
     may differ or be 0. With FSDP2 they must be equal: see pad_batches in extras/fsdp.py.
-    stop: evaluate calls it in each round. A round is one batch on each rank that has one left, and
-        the last round has none. (On CUDA, one more round follows, whose call has no effect.) So all
-        ranks call it equally often. If it returns true on any rank, all ranks return None.
+    stop: In each round, evaluate calls stop() and then evaluates one batch, on each rank that has a
+        batch left. The rounds end with one in which no rank has a batch (on CUDA with two). So all
+        ranks call stop() equally often. If it returns true on any rank, all ranks return None, but
+        the call in the last round on CUDA has no effect.
 
     evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, loss_fn
     gets the module inside DDP, and rank 0 first sends its buffers to all ranks, unless
@@ -332,10 +336,10 @@ def evaluate(
     unread = [lambda: [1.0, 0.0]] if _reads_late(device) else []
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. If some ranks call
-            # evaluate while others call train_, which is a mistake, gloo would add these flags to
-            # the sums of train_. With different sizes (4 in train_, 2 in group_batches, 5 here),
-            # these ranks fail, or wait until the timeout.
+            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. The zeros give these
+            # flags another size than the sums in train_ (4) and group_batches (2). So if by mistake
+            # some ranks call evaluate while others call train_, they fail, or wait until the
+            # timeout. With equal sizes, gloo would add these flags to the sums of train_.
             flags = sums.new_zeros(5)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -391,9 +395,9 @@ def group_batches(
     if accum < 1:
         raise ValueError(f"accum is {accum}; must be at least 1")
     spare: list[Any] = []
-    # own_steps never ends. pairwise reads one item ahead. So on CUDA, the all-reduce of the next
-    # step is queued before the forward and backward passes of this step. Then the read() of the
-    # next step does not wait for these passes.
+    # pairwise reads one item ahead. So on CUDA, the all-reduce of the counts of step n + 1 is
+    # queued before the passes of step n, and read() does not wait for these passes. No step gets
+    # lost, because own_steps never ends.
     for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:

@@ -281,8 +281,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 with suppress(FileNotFoundError):  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
                     (batch,), _ = next(steps_from(start=0))
-                    batch = loop.to_device(batch, world.device)
-                    size = batch[0].numel() * (config.layers * config.embd + config.vocab)
+                    size = config.layers * config.embd + config.vocab
                     machine["cuda_graphs"] = graph_small_(
                         model.to(world.device), batch, size, dtype
                     )

@@ -1,17 +1,18 @@
 """Run the forward and backward pass of a small model as CUDA graphs.
 
-    model = model.to("cuda")
-    examples = torch.zeros(2, B, T, dtype=torch.int64, device="cuda")
-    graph_(model, (*examples,), torch.bfloat16)
+    model = model.to("cuda")  # model(tokens, targets) returns a loss
+    tokens, targets = torch.zeros(2, B, T, dtype=torch.int64, device="cuda")
+    graph_(model, (tokens, targets), torch.bfloat16)
     replica = nn.parallel.DistributedDataParallel(model)
 
-The host needs about 10 microseconds to start a kernel, and many kernels of a small model take less.
-So the GPU waits for the host. A CUDA graph is a recorded sequence of kernels, which the host starts
-with a single call.
+The host needs about 10 microseconds to start a kernel. Many kernels of a small model end before the
+host has started the next one, so the GPU waits for the host. A CUDA graph is a recorded sequence of
+kernels, which the host starts with a single call.
 
-Needs torch.
+Needs torch 2.9 or newer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,19 +20,21 @@ from torch import Tensor, nn
 
 
 def graph_small_(
-    model: nn.Module, examples: tuple[Tensor, ...], activations: int, dtype: torch.dtype
+    model: nn.Module, examples: Sequence[Tensor], activations: int, dtype: torch.dtype
 ) -> bool:
-    """Call graph_ if the model is small, and return whether it was called.
+    """Call graph_ for a GPT on a CUDA device if the GPT is small, and return whether it is.
 
-    activations: B * T * (layers * C + V), for B sequences of T tokens, width C, and V logits for
-        each token. In float32, a GPT of gpt.py needs about 80 bytes for each of these numbers. If
-        that is more than a tenth of the GPU's memory, the model is not small: its kernels take
-        longer than the host needs to start them, and the graphs would keep too much memory.
+    examples: (tokens, targets), both (B, T), on any device. They are copied.
+    activations: a number per token: layers * C + V, with the width C, and V logits. A GPT needs
+        about 80 bytes times this number for each token, in float32. It counts as small if that is
+        less than a tenth of the GPU's memory. This is a rule of thumb: in larger models, most
+        kernels take longer than the host needs to start them, and the graphs keep much memory.
     """
-    memory = torch.cuda.get_device_properties(examples[0].device).total_memory
-    small = 80 * activations < memory / 10
+    device = next(model.parameters()).device
+    memory = torch.cuda.get_device_properties(device).total_memory
+    small = 80 * activations * examples[0].numel() < memory / 10
     if small:
-        graph_(model, examples, dtype)
+        graph_(model, tuple(x.to(device, copy=True) for x in examples), dtype)
     return small
 
 
@@ -43,26 +46,27 @@ def graph_(
     Call this before DistributedDataParallel wraps the model. DDP then gets all gradients at the end
     of the backward pass, so it cannot send them during this pass.
 
-    model: on the current CUDA device and in training mode. It returns a tensor or nested tuples of
-        tensors, which depend on all parameters. Delete the losses of earlier forward passes: they
-        keep nodes of the autograd graph alive. The model must not wait for the device, read the
-        values of tensors, or recompute activations (torch.utils.checkpoint). It runs a few times
+    model: on the current CUDA device and in training mode. It must return a tensor or nested tuples
+        of tensors, and use all parameters. It must not wait for the device, read the values of
+        tensors, or recompute activations (torch.utils.checkpoint). Delete the losses of earlier
+        forward passes, because recording can fail while they exist. The model runs a few times
         here, which changes BatchNorm statistics.
     examples: inputs on the same device. Their values do not matter. Do not use them afterwards.
     dtype: the dtype of torch.autocast for the recorded forward pass. float32 switches it off.
 
     A call of the model replays the graphs if the model is in training mode, gradients are enabled,
     the inputs are positional and have the shapes and dtypes of `examples`, and each p.grad is None.
-    So only the first micro-batch of a step replays graphs, and zero_grad must set gradients to None
-    (the default). All other calls run as before, so do all calls under torch.autocast as usual.
-    Each replay draws new random numbers for dropout.
+    (A replay writes each gradient to the same place, so it would overwrite an earlier one.) So only
+    the first micro-batch of a step replays graphs, and zero_grad must set gradients to None, as it
+    does by default. All other calls run without graphs. They need torch.autocast, so call the model
+    under torch.autocast as if there were no graphs. Each replay draws new random numbers.
 
-    After a call that replays graphs, run the backward pass before the next call, which overwrites
-    the output. The backward pass of the next replay overwrites the gradients. Clone what you keep
-    longer.
+    After a call that replays graphs, run the backward pass before the next call: the next call
+    overwrites the output. The backward pass of the next replay overwrites the gradients. If you
+    keep one of them longer, keep a clone.
 
-    Afterwards, parameters may change only in place, requires_grad must not change, and hooks of
-    inner modules and their train() and eval() have no effect. The model cannot be copied or
+    Afterwards, parameters may change only in place, and requires_grad must not change. In a replay,
+    hooks, train() and eval() of inner modules have no effect. The model cannot be copied or
     pickled: save its state_dict(). The memory that the passes need stays in use. A warning of torch
     about streams is switched off in the whole process.
     """
@@ -74,6 +78,7 @@ def graph_(
 
     def with_autocast(*inputs: Any) -> Any:
         enabled = dtype != torch.float32
+        # torch cannot record with the cache of autocast.
         with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
             return eager(*inputs)
 
@@ -87,8 +92,8 @@ def graph_(
 
     def forward(*inputs: Any, **options: Any) -> Any:
         fits = shapes_and_dtypes(inputs) == recorded and not options
-        first = all(p.grad is None for p in parameters)
-        if fits and first and model.training and torch.is_grad_enabled():
+        no_gradient = all(p.grad is None for p in parameters)
+        if fits and no_gradient and model.training and torch.is_grad_enabled():
             return replay(*inputs)
         return eager(*inputs, **options)
 

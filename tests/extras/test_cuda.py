@@ -172,7 +172,7 @@ import json, sys, warnings
 from functools import partial
 import torch
 import gpt, loop
-from extras.cuda_graph import graph_
+from extras.cuda_graph import graph_, graph_small_
 from extras.muon import Muon
 
 config = gpt.Config(vocab=13, block_size=8, layers=2, heads=2, embd=16, dropout=0.1)
@@ -312,19 +312,25 @@ for dtype, compiled in SETTINGS:
     equal = all(map(torch.equal, weights * 2, weights_too + last_weights))
     print(equal or compiled, *replays)
     replays.clear()
+
+eager, memory = model.forward, torch.cuda.get_device_properties(0).total_memory
+for factor in 1.01, 0.99:
+    size = int(factor * memory / 800 / x.numel())
+    print(graph_small_(model, (x, x), size, torch.float32), model.forward == eager)
 """
 
 
 def test_a_replayed_graph_gives_the_same_losses_and_weights_bit_by_bit(cuda):
     """With dropout, batches of two sizes, several micro-batches, an evaluation, and after a resume.
 
-    The smaller batches and the second micro-batch run without graphs.
+    The smaller batches and the second micro-batch run without graphs. So do models that need much memory.
     """
     settings = ["(torch.float32, False)", "(torch.bfloat16, False)"]
     if "EMULATED_CUDA" not in cuda:
         settings.append("(torch.bfloat16, True)")
     code = f"SETTINGS = {', '.join(settings)}"
-    lines = printed(cuda, STEPS + code + GRAPHS).splitlines()
+    *lines, large, small = printed(cuda, STEPS + code + GRAPHS).splitlines()
+    assert large == "False True" and small == "True False"
     assert len(lines) == len(settings)
     # Six replays in the whole run, and three after the resume: of the steps 5, 6 and 8.
     assert all(line.split() == ["True"] * 3 + ["4"] * 9 for line in lines), lines
