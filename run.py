@@ -154,7 +154,7 @@ class Flags:
         "Start N processes on this machine. Without N: one per GPU, or one per CPU core.",
         click.IntRange(0, 1024),
         is_flag=False,
-        flag_value=0,
+        flag_value=0,  # for --spawn without N
         metavar="[N]",
     )
     strategy: str = option(
@@ -280,7 +280,7 @@ def train(flags: Flags, given: set[str]) -> int:
             if world.device.type == "cuda" and flags.accum == 1 and not recompute:
                 with suppress(FileNotFoundError):  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
-                    (batch,), _ = next(steps_from(start=0))
+                    (batch,), _ = next(steps_from(start=0))  # the only micro-batch of step 0
                     size = config.layers * config.embd + config.vocab
                     machine["cuda_graphs"] = graph_small_(
                         model.to(world.device), batch, size, dtype
@@ -325,7 +325,7 @@ def train(flags: Flags, given: set[str]) -> int:
             scaler=scaler,
             seed=flags.seed,
             stop=stop_requested,
-            sync_each=flags.strategy == "fsdp",
+            sync_each=flags.strategy == "fsdp",  # gradients, after each micro-batch
         )
 
         # Until here, nothing is written. `training` is a generator: it does its first step in the
@@ -365,7 +365,7 @@ def train(flags: Flags, given: set[str]) -> int:
         def wait_for_saves() -> bool:
             """Wait for the saves of all ranks; return whether all ended in time."""
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
-            return not ddp_setup.any_rank(not ended, world)
+            return not ddp_setup.any_rank(not ended, world)  # true if `ended` is true on all
 
         gc.freeze()  # Never collect what exists now. main() disabled garbage collection.
         gc.enable()
@@ -504,6 +504,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
         # Two tokenizer.json files are compared later, in extras/tokenizer.py.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
+            # A state from --init-from has no step.
             other = "name another --out" if "step" in saved else "start without --init-from"
             raise ValueError(
                 f"{flag} {ours} contradicts {saved['name']}, made with {flag} {theirs}; "
