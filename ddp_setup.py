@@ -367,7 +367,8 @@ def _watch_ranks(
             count = store.add("counter", 1)
             store.set(f"state of {world.rank}", json.dumps([count, line]))
             compiled = store.add("compiled", compiles)  # changes while any rank compiles
-            failed = store.add("reported", 0) > 0  # whether a rank has reported an error
+            # Has a rank reported an error? A rank that waits for gloo need not ask: gloo ends it.
+            failed = (cuda or not waiting) and store.add("reported", 0) > 0
             waiting |= failed  # Then all ranks count as waiting.
         counts = [*counts, count] if waiting and (numbers, compiled) == before else []
         if len(counts) < (2 if failed and waiting_for_nccl else 20):
