@@ -359,13 +359,13 @@ def train(flags: Flags, given: set[str]) -> int:
         # asked for its number of OpenMP threads yet, so the main thread asks here.
         torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        save = storage.save if rank0 or sharded else lambda *_: None
         # The latest save and its deadline. At first, a call that does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
-        def wait_for_saves() -> bool:
-            """Wait for the saves of all ranks; return whether all ended in time."""
-            ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
-            return not ddp_setup.any_rank(not ended, world)  # true if `ended` is true on all
+        def save_ended() -> bool:
+            """Wait for the save of rank 0. If it is sharded, it ends after those of all ranks."""
+            return ddp_setup.from_rank_zero(lambda: wait_for_save(*writing), world)
 
         gc.freeze()  # Never collect what exists now. main() disabled garbage collection.
         gc.enable()
@@ -416,36 +416,34 @@ def train(flags: Flags, given: set[str]) -> int:
                         with suppress(FileNotFoundError):  # to compare the ranks
                             extra("replicas").verify_replicas(replica, optimizers)
                     # If the previous save has not ended in time, skip this one.
-                    if may_save := wait_for_saves():
+                    if may_save := save_ended():
                         state = storage.snapshot(
                             replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
                         )
-                        if rank0 or sharded:
-                            save = pool.submit(
-                                storage.save, flags.out, state, step, val_loss, flags.keep
-                            )
-                            writing = save, time.monotonic() + flags.timeout
+                        saving = pool.submit(save, flags.out, state, step, val_loss, flags.keep)
+                        writing = saving, time.monotonic() + flags.timeout
                         del state  # Now only the save holds it.
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
         except FloatingPointError:  # All ranks raise it together.
-            wait_for_saves()
+            save_ended()
             raise
         except Exception:
-            wait_for_save(*writing)  # Not wait_for_saves: other ranks may have no error.
+            wait_for_save(*writing)  # Not save_ended, because other ranks may have no error.
             raise
-        # The last step of the loop sets may_save, which is false if its save was skipped. On ranks
-        # that do not write, writing[0] is still the call that does nothing.
-        ended = may_save and wait_for_saves()
-        failed = ddp_setup.any_rank(not ended or writing[0].exception() is not None, world)
-    if rank0 and failed:
-        say(f"Error: the checkpoint of step {step} was not written", error=True)
-    elif rank0 and step < total:
+        # The last step of the loop sets may_save, which is false if its save was skipped.
+        if (
+            not may_save
+            or not save_ended()
+            or ddp_setup.any_rank(bool(writing[0].exception()), world)
+        ):
+            raise click.ClickException(f"the checkpoint of step {step} was not written")
+    if rank0 and step < total:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
     elif rank0:
         say(f"Done: {total} steps. To print text: python run.py sample --out {flags.out}")
-    return FAILED if failed else STOPPED if step < total else DONE
+    return STOPPED if step < total else DONE
 
 
 # ------------------------------------------------------------------------------ the parts of train
