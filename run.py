@@ -215,11 +215,8 @@ def train(flags: Flags, given: set[str]) -> int:
     ):
         # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
         rank0 = world.rank == 0
-        # Ranks with different flags would train different runs. `given` is taken from rank 0.
-        values, given = ddp_setup.from_rank_zero(lambda: (vars(flags), given), world)
-        for name, value in values.items():
-            if getattr(flags, name) != value:
-                raise ValueError(f"--{name.replace('_', '-')} is not the same on all ranks")
+        # Ranks with different flags would train different runs, so all use those of rank 0.
+        flags, given = ddp_setup.from_rank_zero(lambda: (flags, given), world)
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
