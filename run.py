@@ -332,13 +332,12 @@ def train(flags: Flags, given: set[str]) -> int:
             "config": {key: resolved[key] for key in resolved if key not in NOT_RESTORED},
             "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
         }
-        rejected = saved.get("rejected", {})
-        prepare = partial(
-            prepare_folder, flags.out, storage, start_step, rejected, resolved | machine
-        )
         with usage_errors(f"--out {flags.out}: "):
             # The lock is held while this name exists.
-            _lock = ddp_setup.wait_together(prepare if rank0 else lambda: None, world)
+            _lock = ddp_setup.wait_together(
+                lambda: rank0 and prepare_folder(flags.out, storage, saved, resolved | machine),
+                world,
+            )
             if sharded:
                 storage.check_shared_folder(flags.out)
 
@@ -627,13 +626,12 @@ def pick_dtype(flag: str, device: torch.device) -> str:
     return "bfloat16" if fast else "float32"
 
 
-def prepare_folder(
-    out: str, storage: ModuleType, step: int, rejected: dict[str, str], config: Values
-) -> object:
+def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values) -> object:
     """Lock the folder `out` and return the lock.
 
-    Set damaged checkpoints aside, remove metrics after `step`, and write config.json.
+    Set damaged checkpoints aside, remove metrics after the saved step, and write config.json.
     """
+    step, rejected = saved.get("step", 0), saved.get("rejected", {})
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
     # A new run must not overwrite files of another program. A config.json that was written here
     # contains the name of the flag --val-fraction.

@@ -1478,10 +1478,10 @@ def test_a_run_does_not_begin_where_another_has_just_written(tmp_path):
     ckpt.save(out, {"model": {"weight": torch.zeros(2)}, "step": 5}, 5)
     before = contents(tmp_path)
     with pytest.raises(ValueError, match="another run has just written to it"):
-        program_module.prepare_folder(out, ckpt, 4, {}, {})
+        program_module.prepare_folder(out, ckpt, {"step": 4}, {})
     assert {**contents(tmp_path), **before} == contents(tmp_path)  # nothing is replaced
     [entry] = ckpt.list_checkpoints(out)
-    assert program_module.prepare_folder(out, ckpt, 5, {}, {}) is not None  # the lock
+    assert program_module.prepare_folder(out, ckpt, {"step": 5}, {}) is not None  # the lock
 
 
 def test_a_second_run_in_the_same_folder_is_refused(text, tmp_path):
