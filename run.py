@@ -273,6 +273,7 @@ def train(flags: Flags, given: set[str]) -> int:
             gpt.compile_(model)
             # Triton would log its whole program before it raises an error.
             logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
+        steps, loss_fn = steps_from(start=start_step), gpt.loss
         if flags.strategy == "ddp":
             if world.device.type == "cuda" and flags.accum == 1 and not recompute:
                 with suppress(FileNotFoundError):  # to make steps of small models faster
@@ -283,10 +284,16 @@ def train(flags: Flags, given: set[str]) -> int:
                         model.to(world.device), batch, size, dtype
                     )
             replica = ddp_setup.replicate(model, world)
+            with suppress(FileNotFoundError):  # to name a slow rank
+                steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
         else:
             weight = partial(gpt.initial_weight, config, flags.seed)
             shard_, blocks = extra("fsdp").shard_, [*model.blocks]
             replica = shard_(model, world.size, world.device, blocks, flags.strategy, weight)
+        # fsdp gathers the weights in each micro-batch, so all ranks need the same number of
+        # micro-batches. In training, zero gathers them only once per step.
+        if flags.strategy == "fsdp":
+            steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
@@ -298,15 +305,6 @@ def train(flags: Flags, given: set[str]) -> int:
                 scaler.load_state_dict(saved["scaler"])
         del state  # frees the memory of the checkpoint
 
-        loss_fn = gpt.loss
-        steps = steps_from(start=start_step)
-        # fsdp gathers the weights in each micro-batch, so all ranks need the same number of
-        # micro-batches. In training, zero gathers them only once per step.
-        if flags.strategy == "fsdp":
-            steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
-        elif flags.strategy == "ddp":
-            with suppress(FileNotFoundError):  # to name a slow rank
-                steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
         lr_factor = partial(
             loop.linear, total=total, warmup_steps=flags.warmup, floor=flags.min_lr / flags.lr
         )
