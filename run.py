@@ -162,7 +162,7 @@ class Flags:
         "zero and fsdp divide weights and optimizer state over the ranks. fsdp uses least memory.",
         ["ddp", "zero", "fsdp"],
     )
-    device: str = option("auto", "Device to train on.", DEVICES)
+    device: str = option("auto", "Device to use.", DEVICES)
     dtype: str = option(
         "auto",
         "Type of the computation; weights stay float32. auto: bfloat16 if the hardware has it.",
@@ -187,6 +187,17 @@ class Flags:
     )
     keep: int = option(3, "Number of newest checkpoints to keep, besides the best one.", COUNT)
 
+
+OPTIONS = {
+    f.name: click.Option(
+        **{
+            "param_decls": ["--" + f.name.replace("_", "-")],  # --compile has its own
+            "envvar": f"DDPKIT_{f.name.upper()}",  # also for sample and eval
+            **f.metadata,
+        }
+    )
+    for f in fields(Flags)
+}
 
 # A resumed run cannot change these flags. They define the model, the state of the optimizers, the
 # order of the data, and the validation loss.
@@ -767,17 +778,7 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     return model.to(world.device).eval(), state
 
 
-OUT = click.option(
-    "--out", envvar="DDPKIT_OUT", default="out", type=PATH, help="Folder or URL of checkpoints."
-)
-DEVICE = click.option(
-    "--device", envvar="DDPKIT_DEVICE", default="auto", type=click.Choice(DEVICES), help="Device."
-)
-
-
-@click.command
-@OUT
-@DEVICE
+@click.command(params=[OPTIONS["out"], OPTIONS["device"]])
 @click.option("--prompt", help="Text to continue; ids, if the model was trained on token files.")
 @click.option("--max-new-tokens", type=COUNT, default=500, help="Number of tokens to generate.")
 @click.option("--num-samples", type=COUNT, default=1, help="Number of texts, made in one batch.")
@@ -827,9 +828,7 @@ for parameter in sample.params:
     parameter.callback = check_number
 
 
-@click.command("eval")
-@OUT
-@DEVICE
+@click.command("eval", params=[OPTIONS["out"], OPTIONS["device"]])
 @click.option(
     "--data", type=PATH, help="As in training.  [default: the validation data of the run]"
 )
@@ -872,11 +871,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
 @click.group(
     "run.py",
     commands=[sample, evaluate],
-    # --compile has its own param_decls.
-    params=[
-        click.Option(**{"param_decls": ["--" + f.name.replace("_", "-")], **f.metadata})
-        for f in fields(Flags)
-    ],
+    params=[*OPTIONS.values()],
     invoke_without_command=True,
     context_settings={
         "auto_envvar_prefix": "DDPKIT",
