@@ -226,8 +226,10 @@ def train(flags: Flags, given: set[str]) -> int:
     ):
         # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
         rank0 = world.rank == 0
-        # Ranks with different flags would train different runs, so all use those of rank 0.
-        flags, given = ddp_setup.from_rank_zero(lambda: (flags, given), world)
+        # Ranks with different flags or dtypes would train different runs, so rank 0 decides.
+        flags, given = ddp_setup.from_rank_zero(
+            lambda: (replace(flags, dtype=pick_dtype(flags.dtype, world.device)), given), world
+        )
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
@@ -262,9 +264,8 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        dtype_name = ddp_setup.from_rank_zero(lambda: pick_dtype(flags.dtype, world.device), world)
-        resolved = vars(flags) | {"dtype": dtype_name, "vocab": corpus.vocab}
-        dtype, config = getattr(torch, dtype_name), model_config(resolved)
+        resolved = vars(flags) | {"vocab": corpus.vocab}
+        dtype, config = getattr(torch, flags.dtype), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
         compiled, recompute = flags.compile, flags.checkpoint_activations
         machine: Values = {"ranks": world.size}
@@ -355,7 +356,7 @@ def train(flags: Flags, given: set[str]) -> int:
             where = "continuing the run in" if start_step else "in"
             say(
                 f"Training: {size:,} parameters on {world.size} x {world.device.type} in "
-                f"{dtype_name}, steps {start_step + 1} to {total} (set by {limit}), {where} "
+                f"{flags.dtype}, steps {start_step + 1} to {total} (set by {limit}), {where} "
                 f"{flags.out}"
             )
         log = partial(append_metrics, storage, flags.out)
@@ -408,7 +409,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
-                    val_loss = validate(replica, val_plan, world, flags, dtype, stop_requested)
+                    val_loss = validate(replica, val_plan, world, flags, stop_requested)
                     stopped = val_loss is None
                     if rank0 and not stopped:
                         log({"step": step, "val_loss": val_loss})
@@ -573,7 +574,6 @@ def validate(
     plan: chardata.BatchPlan,
     world: ddp_setup.World,
     flags: Flags,
-    dtype: torch.dtype,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
@@ -584,7 +584,7 @@ def validate(
     # same number of batches.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
-    return loop.evaluate(model, batches, loss_fn, dtype, stop=stop)
+    return loop.evaluate(model, batches, loss_fn, getattr(torch, flags.dtype), stop=stop)
 
 
 def model_config(values: Values) -> gpt.Config:
@@ -852,7 +852,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         corpus, _, plan = load_data(flags, set(), state, world)
         if not plan.tokens:
             raise ValueError("there is no validation data; name other or longer data with --data")
-        loss = validate(model, plan, world, flags, getattr(torch, flags.dtype))
+        loss = validate(model, plan, world, flags)
         assert loss is not None  # None only after a stop
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
