@@ -291,10 +291,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 with suppress(FileNotFoundError):  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
                     (batch,), _ = next(steps_from(start=0))  # the only micro-batch of step 0
-                    size = config.layers * config.embd + config.vocab
-                    machine["cuda_graphs"] = graph_small_(
-                        model.to(world.device), batch, size, dtype
-                    )
+                    machine["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
             replica = ddp_setup.replicate(model, world)
             with suppress(FileNotFoundError):  # to name a slow rank
                 steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)

@@ -13,26 +13,28 @@ Needs torch 2.9 or newer.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 
 def graph_small_(
-    model: nn.Module, examples: Sequence[Tensor], activations: int, dtype: torch.dtype
+    model: nn.Module, examples: Sequence[Tensor], dtype: torch.dtype, share: float = 0.1
 ) -> bool:
     """Call graph_ for a GPT on a CUDA device if the GPT is small, and return whether it is.
 
+    model: of gpt.py. Its attribute `config` has the sizes.
     examples: (tokens, targets), both (B, T), on any device. They are copied.
-    activations: a number per token: layers * C + V, with the width C, and V logits. A GPT needs
-        about 80 bytes times this number for each token, in float32. It counts as small if that is
-        less than a tenth of the GPU's memory. This is a rule of thumb: in larger models, most
-        kernels take longer than the host needs to start them, and the graphs keep much memory.
+    share: A GPT needs, in float32, about 80 * (layers * embd + vocab) bytes for each token. It
+        counts as small if that is less than this share of the GPU's memory. This is a rule of
+        thumb: in larger models, most kernels take longer than the host needs to start them, and
+        the graphs keep much memory.
     """
-    device = next(model.parameters()).device
+    device, config = next(model.parameters()).device, cast(Any, model.config)
     memory = torch.cuda.get_device_properties(device).total_memory
-    small = 80 * activations * examples[0].numel() < memory / 10
+    needed = 80 * (config.layers * config.embd + config.vocab) * examples[0].numel()
+    small: bool = needed < share * memory
     if small:
         graph_(model, tuple(x.to(device, copy=True) for x in examples), dtype)
     return small

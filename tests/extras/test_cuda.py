@@ -312,9 +312,11 @@ for dtype, compiled in SETTINGS:
     replays.clear()
 
 eager, memory = model.forward, torch.cuda.get_device_properties(0).total_memory
-for factor in 1.01, 0.99:
-    size = int(factor * memory / 800 / x.numel())
-    print(graph_small_(model, (x, x), size, torch.float32), model.forward == eager)
+c = model.config
+needed = 80 * (c.layers * c.embd + c.vocab) * x.numel()
+for factor in 0.99, 1.01:
+    share = factor * needed / memory
+    print(graph_small_(model, (x, x), torch.float32, share), model.forward == eager)
 """
 
 
