@@ -264,34 +264,30 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        resolved = vars(flags) | {"vocab": corpus.vocab}
+        # The flags, and what else config.json says of the run.
+        resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}
         dtype, config = getattr(torch, flags.dtype), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
-        compiled, recompute = flags.compile, flags.checkpoint_activations
-        machine: Values = {"ranks": world.size}
         with suppress(FileNotFoundError):  # for mfu, a memory check, and to compile long runs
-            describe = extra("machine").check_and_describe
-            machine |= describe(world.device, dtype, world.size, flags.strategy, config, recompute)
-            if compiled is None:
-                flops = tokens_at(total) * flops_per_token
-                compiled = extra("machine").should_compile(world.device, total, flops)
-        peak_flops = machine.get("peak_flops", math.nan)
+            flops = tokens_at(total) * flops_per_token
+            resolved |= extra("machine").check_and_describe(world.device, resolved, total, flops)
+        peak_flops = resolved.get("peak_flops", math.nan)
 
         # With the seed None, the weights are on the device meta: they have a shape, but no values.
         # For zero and fsdp, shard_ computes the values.
         seed = flags.seed if flags.strategy == "ddp" else None
-        model = build_model(config, seed, recompute)
-        if compiled:
+        model = build_model(config, seed, flags.checkpoint_activations)
+        if resolved["compile"]:
             gpt.compile_(model)
             # Triton would log its whole program before it raises an error.
             logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
         steps, loss_fn = steps_from(start=start_step), gpt.loss
         if flags.strategy == "ddp":
-            if world.device.type == "cuda" and flags.accum == 1 and not recompute:
+            if world.device.type == "cuda" and flags.accum == 1:
                 with suppress(FileNotFoundError):  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
                     (batch,), _ = next(steps_from(start=0))  # the only micro-batch of step 0
-                    machine["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
+                    resolved["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
             replica = ddp_setup.replicate(model, world)
             with suppress(FileNotFoundError):  # to name a slow rank
                 steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
@@ -336,13 +332,13 @@ def train(flags: Flags, given: set[str]) -> int:
         # loop below.
         constants = {
             "data": corpus.digest,
-            "config": {key: resolved[key] for key in resolved if key not in NOT_RESTORED},
+            "config": {key: resolved[key] for key in vars(flags) if key not in NOT_RESTORED},
             "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
         }
         with usage_errors(f"--out {flags.out}: "):
             # The lock is held while this name exists.
             _lock = ddp_setup.wait_together(
-                lambda: rank0 and prepare_folder(flags.out, storage, saved, resolved | machine),
+                lambda: rank0 and prepare_folder(flags.out, storage, saved, resolved),
                 world,
             )
             if sharded:

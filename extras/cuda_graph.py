@@ -24,7 +24,8 @@ def graph_small_(
 ) -> bool:
     """Call graph_ for a GPT on a CUDA device if the GPT is small, and return whether it is.
 
-    model: of gpt.py. Its attribute `config` has the sizes.
+    model: of gpt.py. Its attribute `config` has the sizes. If it recomputes activations, it does
+        not count as small.
     examples: (tokens, targets), both (B, T), on any device. They are copied.
     share: A GPT needs, in float32, about 80 * (layers * embd + vocab) bytes for each token. It
         counts as small if that is less than this share of the GPU's memory. This is a rule of
@@ -34,7 +35,7 @@ def graph_small_(
     device, config = next(model.parameters()).device, cast(Any, model.config)
     memory = torch.cuda.get_device_properties(device).total_memory
     needed = 80 * (config.layers * config.embd + config.vocab) * examples[0].numel()
-    small: bool = needed < share * memory
+    small = bool(needed < share * memory and not model.checkpoint_activations)
     if small:
         graph_(model, tuple(x.to(device, copy=True) for x in examples), dtype)
     return small

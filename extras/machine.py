@@ -51,36 +51,40 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def check_and_describe(
-    device: torch.device,
-    dtype: torch.dtype,
-    ranks: int,
-    strategy: str,
-    config: Any,
-    checkpoint_activations: bool,
+    device: torch.device, config: dict[str, Any], steps: int, flops: float
 ) -> dict[str, Any]:
     """Return what config.json says of the machine: torch, device, and the peak FLOP/s of all ranks.
 
-    On a CPU, also call keep_freed_memory().
-    config: a gpt.Config. ValueError if a GPT of these sizes cannot be trained in the memory of a
+    Also return as "compile" whether to compile, if `config` leaves that open with None. On a CPU,
+    also call keep_freed_memory().
+    config: the flags of run.py, with the vocabulary size and the number of ranks. steps, flops: see
+    should_compile. ValueError if a GPT of these sizes cannot be trained in the memory of a
     device: a weight, its gradient and one moment take 12 bytes. Under "ddp" each rank holds all
     weights. ValueError also if dropout would be wrong, on MPS.
     """
-    if device.type == "mps" and checkpoint_activations and config.dropout:
+    if device.type == "mps" and config["checkpoint_activations"] and config["dropout"]:
         # Dropout would differ in the second forward pass: PyTorch issue 127676.
         raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
     if device.type == "cpu":
         keep_freed_memory()
-    parameters = 12 * config.layers * config.embd**2 + config.vocab * config.embd
-    needed = 12 * parameters / (1 if strategy == "ddp" else ranks)
+    layers, embd, vocab, ranks = (config[name] for name in ("layers", "embd", "vocab", "ranks"))
+    parameters = 12 * layers * embd**2 + vocab * embd
+    needed = 12 * parameters / (1 if config["strategy"] == "ddp" else ranks)
     memory = device_memory(device)
     if needed > memory:
         raise ValueError(
             f"training {parameters:,} parameters needs {needed / 1e9:,.0f} GB; {device} has "
             f"{memory / 1e9:,.0f} GB: make --layers or --embd smaller, or see --strategy"
         )
-    peak, source = peak_flops(device, dtype)
-    names = {"device": f"{device}", "torch": f"{torch.__version__}"}
-    return {**names, "peak_flops": peak * ranks, "peak_flops_source": source}
+    peak, source = peak_flops(device, getattr(torch, config["dtype"]))
+    compiled = config["compile"]
+    return {
+        "device": f"{device}",
+        "torch": f"{torch.__version__}",
+        "peak_flops": peak * ranks,
+        "peak_flops_source": source,
+        "compile": should_compile(device, steps, flops) if compiled is None else compiled,
+    }
 
 
 def should_compile(device: torch.device, steps: int, flops: float) -> bool:

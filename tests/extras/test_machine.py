@@ -37,9 +37,9 @@ def test_freed_memory_is_not_requested_from_the_system_again():
 
 
 def test_dropout_that_would_be_wrong_on_mps_is_refused():
-    config = gpt.Config(vocab=65, block_size=8, layers=1, heads=1, embd=8, dropout=0.1)
+    config = {"checkpoint_activations": True, "dropout": 0.1}
     with pytest.raises(ValueError, match="on MPS, --checkpoint-activations works only without"):
-        machine.check_and_describe(torch.device("mps"), torch.float32, 1, "ddp", config, True)
+        machine.check_and_describe(torch.device("mps"), config, steps=1, flops=1e9)
 
 
 @pytest.mark.parametrize(
