@@ -82,7 +82,6 @@ DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is Ctrl-C
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 DATA_ADVICE = "; give the --data that the run had, or none if it had none; or name another --out"
-CLEAR_LINE = "\033[G\033[K"  # clears the line of show_progress; only a terminal gets it
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -571,8 +570,7 @@ def validate(
 ) -> float | None:
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
     loss_fn = gpt.loss
-    windows = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-    batches = show_progress(windows, world.rank == 0)
+    batches = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     # In an evaluation, both zero and fsdp gather the weights for each batch, so all ranks need the
     # same number of batches.
     if flags.strategy != "ddp":
@@ -674,7 +672,7 @@ def wait_for_save(save: Future[Any], deadline: float) -> bool:
 def say(text: str, error: bool = False) -> None:
     """Print a line on stdout or stderr."""
     try:
-        click.echo(CLEAR_LINE + text, err=error)
+        click.echo(text, err=error)
     except OSError as reason:  # A closed pipe must not end the training.
         if not error:
             warn_once(f"output not written: {reason}")
@@ -696,14 +694,6 @@ def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
         storage.append_text(out, "metrics.jsonl", json.dumps(finite) + "\n")
     except OSError as error:
         warn_once(f"metrics not written: {error}; training continues")
-
-
-def show_progress(batches: Iterator[chardata.Batch], show: bool) -> Iterator[chardata.Batch]:
-    """Yield the batches, and show their number in a terminal."""
-    for number, batch in enumerate(batches, 1):
-        if show and sys.stdout.isatty():
-            click.echo(f"\revaluation: batch {number}", nl=False)
-        yield batch
 
 
 def format_record(record: Values, total: int, seconds_left: float) -> str:
@@ -852,7 +842,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         count = chardata.num_tokens(plan.tokens) - 1
         perplexity = math.inf if loss > 709 else math.exp(loss)
         click.echo(  # and not say(): if it cannot be written, the command must fail
-            f"{CLEAR_LINE}loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
+            f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
             f"perplexity {perplexity:.4f}, over {count:,} tokens, in {flags.dtype}"
         )
 
