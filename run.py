@@ -365,6 +365,7 @@ def train(flags: Flags, given: set[str]) -> int:
             """Wait for the save of rank 0. If it is sharded, it ends after those of all ranks."""
             return ddp_setup.from_rank_zero(lambda: wait_for_save(*writing), world)
 
+        targets = chardata.num_tokens(val_plan.tokens) - 1  # all tokens but the first
         gc.freeze()  # Never collect what exists now. main() disabled garbage collection.
         gc.enable()
         # Tokens and time at the last record. The duration of evaluations and saves is added to
@@ -374,7 +375,7 @@ def train(flags: Flags, given: set[str]) -> int:
             for step, report in training:
                 val_loss = None
                 stopped, last = report.stop, step == total
-                evaluating = bool(val_plan.tokens) and (last or step % flags.eval_every == 0)
+                evaluating = targets > 0 and (last or step % flags.eval_every == 0)
                 if rank0 and (stopped or last or evaluating or step % flags.log_every == 0):
                     loss, norm = float(report.loss), float(report.grad_norm)  # wait for the device
                     now, tokens = time.perf_counter(), tokens_at(step)
@@ -405,8 +406,7 @@ def train(flags: Flags, given: set[str]) -> int:
                     stopped = val_loss is None
                     if rank0 and not stopped:
                         log({"step": step, "val_loss": val_loss})
-                        count = chardata.num_tokens(val_plan.tokens) - 1
-                        say(f"step {step}  validation loss {val_loss:.4f} over {count:,} tokens")
+                        say(f"step {step}  validation loss {val_loss:.4f} over {targets:,} tokens")
 
                 if stopped or last or due:
                     chardata.verify_unchanged(corpus)
@@ -553,8 +553,6 @@ def load_data(
                 f"is not that of the run in {flags.out}; name other data, or another --out"
             )
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
-        if chardata.num_tokens(val_tokens) == 1:
-            val_tokens = ()  # One token has no target.
         block_size = flags.block_size
         plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
         val_plan = plan._replace(tokens=val_tokens, batch_size=EVAL_BATCH // block_size or 1)
@@ -833,17 +831,17 @@ def evaluate(out: str, device: str, data: str | None) -> None:
             del state["data"]  # the digest of the run's data
         flags = merge_saved_flags(Flags(out=out), set(), state)
         corpus, _, plan = load_data(flags, set(), state, world)
-        if not plan.tokens:
+        targets = chardata.num_tokens(plan.tokens) - 1
+        if targets < 1:
             raise ValueError("there is no validation data; name other or longer data with --data")
         loss = validate(model, plan, world, flags)
         assert loss is not None  # None only after a stop
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
-        count = chardata.num_tokens(plan.tokens) - 1
         perplexity = math.inf if loss > 709 else math.exp(loss)
         click.echo(  # and not say(): if it cannot be written, the command must fail
             f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
-            f"perplexity {perplexity:.4f}, over {count:,} tokens, in {flags.dtype}"
+            f"perplexity {perplexity:.4f}, over {targets:,} tokens, in {flags.dtype}"
         )
 
 
