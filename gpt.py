@@ -28,9 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# A function that can replace cross_entropy, with the same arguments and result
-CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
@@ -201,21 +198,21 @@ def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer. Use `build`: the constructor does not initialise the weights."""
+    """A decoder-only transformer. Use `build`: the constructor does not initialise the weights.
 
-    def __init__(
-        self,
-        config: Config,
-        checkpoint_activations: bool = False,
-        cross_entropy: CrossEntropy = cross_entropy,
-    ) -> None:
+    Two attributes can be changed before compile_ and before the model is wrapped. With
+    checkpoint_activations = True, the backward pass computes each block again, which saves memory.
+    cross_entropy computes the loss. The function in extras/cross_entropy.py saves memory.
+    """
+
+    def __init__(self, config: Config) -> None:
         super().__init__()
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
         # These attributes are functions, so that compile_ can replace them.
         self.embed, self.cross_entropy = embed, cross_entropy
-        self.checkpoint_activations = checkpoint_activations
+        self.checkpoint_activations = False
         # nn.Embedding(V, C) would call normal_. On the device "meta", which `build` uses, its first
         # call takes one second.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
@@ -261,19 +258,11 @@ class GPT(nn.Module):
         return self.cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
 
 
-def build(
-    config: Config,
-    seed: int | None,
-    checkpoint_activations: bool = False,
-    cross_entropy: CrossEntropy = cross_entropy,
-) -> GPT:
+def build(config: Config, seed: int | None) -> GPT:
     """Build a model on the CPU. Its initial weights depend only on `config` and `seed`.
 
     ValueError if `config` is not valid.
     seed: None leaves the parameters on the device "meta". initial_weight can compute their values.
-    checkpoint_activations: in training, compute each block again in the backward pass. This saves
-        memory.
-    cross_entropy: computes the loss. The function in extras/cross_entropy.py saves memory.
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
@@ -287,7 +276,7 @@ def build(
             "positions, a multiple of 2 * heads"
         )
     with torch.device("meta"):
-        model = GPT(config, checkpoint_activations, cross_entropy)
+        model = GPT(config)
     if seed is not None:
         for name, parameter in model.named_parameters():
             weight = initial_weight(config, seed, name, parameter.shape)

@@ -275,7 +275,8 @@ def train(flags: Flags, given: set[str]) -> int:
         # With the seed None, the weights are on the device meta: they have a shape, but no values.
         # For zero and fsdp, shard_ computes the values.
         seed = flags.seed if flags.strategy == "ddp" else None
-        model = build_model(config, seed, flags.checkpoint_activations)
+        model = build_model(config, seed)
+        model.checkpoint_activations = flags.checkpoint_activations
         if resolved["compile"]:
             gpt.compile_(model)
             # Triton would log its whole program before it raises an error.
@@ -581,12 +582,12 @@ def model_config(values: Values) -> gpt.Config:
     return gpt.Config(**{name: values[name] for name in gpt.Config._fields})
 
 
-def build_model(config: gpt.Config, seed: int | None, checkpoint_activations: bool) -> gpt.GPT:
+def build_model(config: gpt.Config, seed: int | None) -> gpt.GPT:
     """Build a model. If possible, it uses the cross-entropy of extras/, which saves memory."""
-    cross_entropy = gpt.cross_entropy
+    model = gpt.build(config, seed)
     with suppress(FileNotFoundError):
-        cross_entropy = partial(extra("cross_entropy").cross_entropy, cross_entropy)
-    return gpt.build(config, seed, checkpoint_activations, cross_entropy)
+        model.cross_entropy = partial(extra("cross_entropy").cross_entropy, model.cross_entropy)
+    return model
 
 
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
@@ -753,7 +754,7 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
         raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
     with usage_errors(f"{state['name']}: "):
         # With the seed None, no weights are computed. Those of the checkpoint take their place.
-        model = build_model(model_config(state["config"]), None, False)
+        model = build_model(model_config(state["config"]), None)
         ckpt.check_same(state["model"], model.state_dict())
     model.load_state_dict(state["model"], assign=True)
     return model.to(world.device).eval(), state

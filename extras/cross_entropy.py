@@ -1,7 +1,7 @@
 """A cross-entropy for large vocabularies: the logits are computed in parts and never all exist.
 
-    in_parts = partial(cross_entropy, gpt.cross_entropy)
-    model = gpt.build(config, seed=0, cross_entropy=in_parts)
+    model = gpt.build(config, seed=0)
+    model.cross_entropy = partial(cross_entropy, gpt.cross_entropy)
 
 This needs less memory, and is faster on a CPU if the logits do not fit into its caches. Any model
 can use it that has the input and the weight of its output layer at hand. Needs torch.

@@ -229,16 +229,18 @@ def make_model(
     arch: str = "modern2",
     optimizer: str = "adamw",
     dropout: float = 0.0,
-    **build: Any,
+    **attributes: Any,
 ) -> tuple[gpt.GPT, list[Any]]:
     """Return a model on DEVICE and its optimizers.
 
     optimizer: "adamw", "muon" (torch's), or "extras/muon", which divides its work over the ranks.
-    build: arguments of gpt.build. By default, the loss is that of extras/cross_entropy.py.
+    attributes: of the model. By default, the loss is that of extras/cross_entropy.py.
     """
     sizes = shape.vocab, shape.T, shape.layers, num_heads(shape), shape.embd
-    build = {"cross_entropy": partial(cross_entropy, gpt.cross_entropy), **build}
-    model = gpt.build(gpt.Config(*sizes, dropout, arch), 0, **build).to(DEVICE)
+    model = gpt.build(gpt.Config(*sizes, dropout, arch), 0).to(DEVICE)
+    model.cross_entropy = partial(cross_entropy, gpt.cross_entropy)
+    for name, value in attributes.items():
+        setattr(model, name, value)
     groups = gpt.parameter_groups(model)
     rest = groups["embeddings"] + groups["vectors"]
     rest += groups["matrices"] if optimizer == "adamw" else []

@@ -479,15 +479,13 @@ def test_activations_stay_in_bfloat16_under_autocast_on_cuda(arch):
 
 def test_activations_are_not_recomputed_by_default():
     assert not gpt.build(SMALL, seed=0).checkpoint_activations
-    assert not gpt.GPT(SMALL).checkpoint_activations
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_checkpointed_activations_give_bitwise_equal_gradients_with_less_memory(arch):
     def run(checkpointed):
-        model = gpt.build(
-            SMALL._replace(arch=arch, dropout=0.3), 0, checkpoint_activations=checkpointed
-        )
+        model = gpt.build(SMALL._replace(arch=arch, dropout=0.3), seed=0)
+        model.checkpoint_activations = checkpointed
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1)
@@ -507,7 +505,8 @@ def test_checkpointed_activations_give_bitwise_equal_gradients_with_less_memory(
 
 def test_with_checkpointed_activations_autograd_grad_works():
     """Only the kind of checkpoint that is not reentrant can do this."""
-    model = gpt.build(SMALL, seed=0, checkpoint_activations=True)
+    model = gpt.build(SMALL, seed=0)
+    model.checkpoint_activations = True
     total, _ = gpt.loss(model, (random_tokens(4, 12), random_tokens(4, 12, seed=1)))
     gradients = torch.autograd.grad(total, [*model.parameters()])
     total, _ = gpt.loss(model, (random_tokens(4, 12), random_tokens(4, 12, seed=1)))

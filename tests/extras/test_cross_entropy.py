@@ -105,8 +105,9 @@ def test_a_model_whose_loss_is_computed_in_parts_has_the_same_gradients(arch, dt
     """With the architecture gpt2, the weights of the output layer are those of the embedding."""
     config, tokens, grads = SMALL._replace(arch=arch), random_tokens(4, SMALL.block_size), []
     in_parts = partial(cross_entropy, max_logits=5 * SMALL.vocab)
-    for options in ({"cross_entropy": in_parts}, {}):
-        model = gpt.build(config, 0, **options)
+    for function in (in_parts, gpt.cross_entropy):
+        model = gpt.build(config, 0)
+        model.cross_entropy = function
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             gpt.loss(model, (tokens, tokens))[0].backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
@@ -221,7 +222,7 @@ def test_the_model_of_a_training_has_this_cross_entropy(monkeypatch):
     def missing(name):
         raise FileNotFoundError(name)
 
-    model = run.build_model(gpt.Config(5, 4, 1, 1, 8), 0, True)
-    assert model.cross_entropy.func is extra.cross_entropy and model.checkpoint_activations
+    model = run.build_model(gpt.Config(5, 4, 1, 1, 8), 0)
+    assert model.cross_entropy.func is extra.cross_entropy
     monkeypatch.setattr(run, "extra", missing)
-    assert run.build_model(model.config, 0, False).cross_entropy is gpt.cross_entropy
+    assert run.build_model(model.config, 0).cross_entropy is gpt.cross_entropy

@@ -77,7 +77,8 @@ def kept_per_token(arch: str, dtype: torch.dtype, recompute: bool, layers: int) 
     """Return how many bytes a forward pass keeps for the backward pass, per token and width."""
     width, length = 256, 520
     config = gpt.Config(8, length, layers, 4, width, 0.0, arch)
-    model = gpt.build(config, 0, checkpoint_activations=recompute)
+    model = gpt.build(config, 0)
+    model.checkpoint_activations = recompute
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
     x = torch.zeros(1, length, dtype=torch.long)

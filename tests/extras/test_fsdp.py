@@ -44,7 +44,8 @@ def distribute(bare, world, strategy, parts=(), initial_weight=None):
 def build(world, strategy, *, arch="modern2", optimizer="adamw", **config):
     """Return (distributed model, optimizers). Three ranks cannot divide its 16 rows evenly."""
     config = gpt.Config(18, 8, layers=2, heads=2, embd=16, arch=arch, **config)
-    bare = gpt.build(config, 0 if strategy == "ddp" else None, arch == "gpt2")
+    bare = gpt.build(config, 0 if strategy == "ddp" else None)
+    bare.checkpoint_activations = arch == "gpt2"
     initial_weight = partial(gpt.initial_weight, config, 0)
     model = distribute(bare, world, strategy, [*bare.blocks], initial_weight)
     if optimizer == "adamw":

@@ -313,7 +313,8 @@ def test_training_on_mps_uses_no_float64(monkeypatch, tmp_path, arch, scaled):
 
     def train(device: str) -> tuple[list[float], dict[str, Any], list[int]]:
         with ddp_setup.stop_signals() as asked, ddp_setup.process_group(device) as world:
-            model = gpt.build(config, seed=0, checkpoint_activations=True)
+            model = gpt.build(config, seed=0)
+            model.checkpoint_activations = True
             groups = gpt.parameter_groups(model)
             replica = ddp_setup.replicate(model, world)
             muon = torch.optim.Muon(groups.pop("matrices"), lr=0.01)
