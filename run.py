@@ -18,7 +18,6 @@ import faulthandler
 import gc
 import importlib
 import json
-import logging
 import math
 import multiprocessing
 import os
@@ -279,8 +278,6 @@ def train(flags: Flags, given: set[str]) -> int:
         model.checkpoint_activations = flags.checkpoint_activations
         if resolved["compile"]:
             gpt.compile_(model)
-            # Triton would log its whole program before it raises an error.
-            logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
         steps, loss_fn = steps_from(start=start_step), gpt.loss
         if flags.strategy == "ddp":
             if world.device.type == "cuda" and flags.accum == 1:

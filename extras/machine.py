@@ -10,6 +10,7 @@ Needs torch.
 """
 
 import ctypes
+import logging
 import math
 import os
 import shutil
@@ -56,7 +57,7 @@ def check_and_describe(
     """Return what config.json says of the machine: torch, device, and the peak FLOP/s of all ranks.
 
     Also return as "compile" whether to compile, if `config` leaves that open with None. On a CPU,
-    also call keep_freed_memory().
+    also call keep_freed_memory(). Switch off a log of Triton.
     config: the flags of run.py, with the vocabulary size and the number of ranks. steps, flops: see
     should_compile. ValueError if a GPT of these sizes cannot be trained in the memory of a
     device: a weight, its gradient and one moment take 12 bytes. Under "ddp" each rank holds all
@@ -77,6 +78,8 @@ def check_and_describe(
             f"{memory / 1e9:,.0f} GB: make --layers or --embd smaller, or see --strategy"
         )
     peak, source = peak_flops(device, getattr(torch, config["dtype"]))
+    # Triton would log its whole program before it raises an error.
+    logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
     compiled = config["compile"]
     return {
         "device": f"{device}",
