@@ -290,8 +290,9 @@ def train(flags: Flags, given: set[str]) -> int:
                 steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
         else:
             weight = partial(gpt.initial_weight, config, flags.seed)
-            shard_, blocks = extra("fsdp").shard_, [*model.blocks]
-            replica = shard_(model, world.size, world.device, blocks, flags.strategy, weight)
+            replica = extra("fsdp").shard_(
+                model, world.size, world.device, [*model.blocks], flags.strategy, weight
+            )
         # fsdp gathers the weights in each micro-batch, so all ranks need the same number of
         # micro-batches. In training, zero gathers them only once per step.
         if flags.strategy == "fsdp":
@@ -894,7 +895,6 @@ def cli(**values: Any) -> None:
 
 with suppress(FileNotFoundError):
     extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
-with suppress(FileNotFoundError):
     extra("flags").extend(cli, "DDPKIT")
 
 
