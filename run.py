@@ -64,6 +64,9 @@ def extra(name: str) -> ModuleType:
         raise FileNotFoundError(f"this needs extras/{name}.py: {error}") from error
 
 
+# Around a call of extra(): if the file is missing, the rest of the `with` block is left out.
+optional = suppress(FileNotFoundError)
+
 if TYPE_CHECKING:
     import torch
 
@@ -266,7 +269,7 @@ def train(flags: Flags, given: set[str]) -> int:
         resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}
         dtype, config = getattr(torch, flags.dtype), model_config(resolved)
         flops_per_token = gpt.flops_per_token(config)
-        with suppress(FileNotFoundError):  # for mfu, a memory check, and to compile long runs
+        with optional:  # for mfu, a memory check, and to compile long runs
             flops = tokens_at(total) * flops_per_token
             resolved |= extra("machine").check_and_describe(world.device, resolved, total, flops)
         peak_flops = resolved.get("peak_flops", math.nan)
@@ -281,12 +284,12 @@ def train(flags: Flags, given: set[str]) -> int:
         steps, loss_fn = steps_from(start=start_step), gpt.loss
         if flags.strategy == "ddp":
             if world.device.type == "cuda" and flags.accum == 1:
-                with suppress(FileNotFoundError):  # to make steps of small models faster
+                with optional:  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
                     (batch,), _ = next(steps_from(start=0))  # the only micro-batch of step 0
                     resolved["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
             replica = ddp_setup.replicate(model, world)
-            with suppress(FileNotFoundError):  # to name a slow rank
+            with optional:  # to name a slow rank
                 steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
         else:
             weight = partial(gpt.initial_weight, config, flags.seed)
@@ -410,7 +413,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 if stopped or last or due:
                     chardata.verify_unchanged(corpus)
                     if flags.strategy == "ddp":
-                        with suppress(FileNotFoundError):  # to compare the ranks
+                        with optional:  # to compare the ranks
                             extra("replicas").verify_replicas(replica, optimizers)
                     # If the previous save has not ended in time, skip this one.
                     if may_save := save_ended():
@@ -583,7 +586,7 @@ def model_config(values: Values) -> gpt.Config:
 def build_model(config: gpt.Config, seed: int | None) -> gpt.GPT:
     """Build a model. If possible, it uses the cross-entropy of extras/, which saves memory."""
     model = gpt.build(config, seed)
-    with suppress(FileNotFoundError):
+    with optional:
         model.cross_entropy = partial(extra("cross_entropy").cross_entropy, model.cross_entropy)
     return model
 
@@ -598,7 +601,7 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
     muon: list[torch.optim.Optimizer] = []
     if flags.optimizer == "muon":
         make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
-        with suppress(FileNotFoundError):  # computes the same updates faster
+        with optional:  # computes the same updates faster
             make_muon = partial(extra("muon").Muon, distribute=one_machine)
         # match_rms_adamw scales Muon's updates to the size of AdamW's updates (Liu et al., 2025).
         matrices = groups.pop("matrices")
@@ -893,7 +896,7 @@ def cli(**values: Any) -> None:
     ctx.exit(ddp_setup.spawn(main, size, timeout=flags.timeout))
 
 
-with suppress(FileNotFoundError):
+with optional:
     extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
     extra("flags").extend(cli, "DDPKIT")
 
@@ -922,7 +925,7 @@ def main() -> None:
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             # Without this extra, ddp_setup refuses several tasks.
-            with usage_errors(), suppress(FileNotFoundError):
+            with usage_errors(), optional:
                 extra("slurm").set_launch_env_(os.environ)
         code = cli.main(standalone_mode=False) or DONE
     except SystemExit as error:  # process_group raises it if another rank reports the error
