@@ -234,9 +234,8 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Rank 0 reads the state to start from; on the other ranks, `state` is {}. Reading may take
-        # longer than --timeout, hence wait_together. `saved` is the state without its large parts,
-        # and the same on all ranks.
+        # Only rank 0 has the state to start from; on the other ranks, `state` is {}. `saved` is the
+        # state without its large parts, on all ranks.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -274,9 +273,7 @@ def train(flags: Flags, given: set[str]) -> int:
             resolved |= extra("machine").check_and_describe(world.device, resolved, total, flops)
         peak_flops = resolved.get("peak_flops", math.nan)
 
-        # With the seed None, the weights are on the device meta: they have a shape, but no values.
-        # For zero and fsdp, shard_ computes the values.
-        seed = flags.seed if flags.strategy == "ddp" else None
+        seed = flags.seed if flags.strategy == "ddp" else None  # None: shard_ computes the weights
         model = build_model(config, seed)
         model.checkpoint_activations = flags.checkpoint_activations
         if resolved["compile"]:
@@ -296,17 +293,13 @@ def train(flags: Flags, given: set[str]) -> int:
             replica = extra("fsdp").shard_(
                 model, world.size, world.device, [*model.blocks], flags.strategy, weight
             )
-        # fsdp gathers the weights in each micro-batch, so all ranks need the same number of
-        # micro-batches. In training, zero gathers them only once per step.
         if flags.strategy == "fsdp":
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
             with usage_errors(f"{saved['name']}: "):
-                # Rank 0 sends the weights and moments to all. Settings such as the learning rate
-                # are those of the flags.
-                storage.restore_(state, replica, optimizers)
+                storage.restore_(state, replica, optimizers)  # but not settings, such as lr
             if saved.get("scaler"):  # only after a run in float16
                 scaler.load_state_dict(saved["scaler"])
         del state  # frees the memory of the checkpoint
@@ -329,8 +322,7 @@ def train(flags: Flags, given: set[str]) -> int:
             sync_each=flags.strategy == "fsdp",  # gradients, after each micro-batch
         )
 
-        # Until here, nothing is written. `training` is a generator: it does its first step in the
-        # loop below.
+        # Until here, nothing is written, and no step is done: `training` is a generator.
         constants = {
             "data": corpus.digest,
             "config": {key: resolved[key] for key in vars(flags) if key not in NOT_RESTORED},
@@ -354,9 +346,8 @@ def train(flags: Flags, given: set[str]) -> int:
                 f"{flags.out}"
             )
         log = partial(append_metrics, storage, flags.out)
-        # The thread that saves gets one OpenMP thread: with more threads than CPUs, training on a
-        # CPU is a third slower. set_num_threads also applies to every other thread that has not
-        # asked for its number of OpenMP threads yet, so the main thread asks here.
+        # The thread that saves gets one OpenMP thread: see ckpt.py. Threads that have not asked for
+        # their number yet would get one too, so the main thread asks here.
         torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         save = storage.save if rank0 or sharded else lambda *_: None
@@ -571,8 +562,7 @@ def validate(
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
     loss_fn = gpt.loss
     batches = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-    # In an evaluation, both zero and fsdp gather the weights for each batch, so all ranks need the
-    # same number of batches.
+    # In an evaluation, both zero and fsdp need the same number of batches on all ranks.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, getattr(torch, flags.dtype), stop=stop)
@@ -754,7 +744,7 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     if name != (theirs := ddp_setup.from_rank_zero(lambda: name, world)):
         raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
     with usage_errors(f"{state['name']}: "):
-        # With the seed None, no weights are computed. Those of the checkpoint take their place.
+        # With the seed None, no weights are computed.
         model = build_model(model_config(state["config"]), None)
         ckpt.check_same(state["model"], model.state_dict())
     model.load_state_dict(state["model"], assign=True)
