@@ -443,7 +443,7 @@ def train(flags: Flags, given: set[str]) -> int:
 def open_storage(out: str, write_sharded: bool = False) -> Any:
     """Return ckpt.py, or an extra with the same functions for URLs and sharded checkpoints."""
     # The extras call vars(core), so they need the module itself, and not the LazyModule.
-    core = sys.modules[ckpt.newest.__module__]
+    core = importlib.import_module("ckpt")
     if "://" in out:
         return extra("remote").storage(core, write_sharded)
     if write_sharded or any(not e.name.endswith(".pt") for e in core.list_checkpoints(out)):
@@ -852,7 +852,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         "max_content_width": 100,
     },
 )
-def cli(**values: Any) -> None:
+def cli(**values: Any) -> int:
     """Train a GPT on text, on one process or on many.
 
     \b
@@ -869,7 +869,7 @@ def cli(**values: Any) -> None:
     if command := ctx.invoked_subcommand:
         if source.COMMANDLINE in map(ctx.get_parameter_source, values):
             raise click.UsageError(f"give flags after the command: {command} has flags of its own")
-        return
+        return DONE
     given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)
     # When a rank is lost, torch's C++ code for NCCL would log pages before our error of one line.
@@ -878,12 +878,12 @@ def cli(**values: Any) -> None:
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
-        ctx.exit(train(flags, given))
+        return train(flags, given)
     if "RANK" in os.environ:
         raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
     gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
     size = flags.spawn or gpus or ddp_setup.available_cpus()
-    ctx.exit(ddp_setup.spawn(main, size, timeout=flags.timeout))
+    return ddp_setup.spawn(main, size, timeout=flags.timeout)
 
 
 with optional:
