@@ -92,7 +92,7 @@ COUNT, FROM_ZERO = click.IntRange(1), click.IntRange(0)
 POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
 SECONDS = click.FloatRange(0, 1e9, min_open=True)  # Python cannot wait much longer
 FRACTION, SEED = click.FloatRange(0, 1, max_open=True), click.IntRange(0, 2**63 - 1)
-PATH, DEVICES = click.Path(), ["auto", "cpu", "cuda", "mps"]
+PATH = click.Path()
 
 
 def check_number(_: click.Context, __: click.Parameter, value: T) -> T:
@@ -163,7 +163,7 @@ class Flags:
         "zero and fsdp divide weights and optimizer state over the ranks. fsdp uses least memory.",
         ["ddp", "zero", "fsdp"],
     )
-    device: str = option("auto", "Device to use.", DEVICES)
+    device: str = option("auto", "Device to use.", ["auto", "cpu", "cuda", "mps"])
     dtype: str = option(
         "auto",
         "Type of the computation; weights stay float32. auto: bfloat16 if the hardware has it.",
