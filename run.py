@@ -403,9 +403,8 @@ def train(flags: Flags, given: set[str]) -> int:
 
                 if stopped or last or due:
                     chardata.verify_unchanged(corpus)
-                    if flags.strategy == "ddp":
-                        with optional:  # to compare the ranks
-                            extra("replicas").verify_replicas(replica, optimizers)
+                    with optional:  # to compare the ranks
+                        extra("replicas").verify_replicas(replica, optimizers)
                     # If the previous save has not ended in time, skip this one.
                     if may_save := save_ended():
                         state = storage.snapshot(
