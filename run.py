@@ -28,7 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -354,9 +354,10 @@ def train(flags: Flags, given: set[str]) -> int:
         # The latest save and its deadline. At first, a call that does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
-        def save_ended() -> bool:
-            """Wait for the save of rank 0. If it is sharded, it ends after those of all ranks."""
-            return ddp_setup.from_rank_zero(lambda: wait_for_save(*writing), world)
+        def saves_ended() -> bool:
+            """Wait for the saves of all ranks. Return whether all ended in time."""
+            ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
+            return not ddp_setup.any_rank(not ended, world)  # true if `ended` is true on all
 
         targets = chardata.num_tokens(val_plan.tokens) - 1  # all tokens but the first
         gc.freeze()  # Never collect what exists now. main() disabled garbage collection.
@@ -406,7 +407,7 @@ def train(flags: Flags, given: set[str]) -> int:
                     with optional:  # to compare the ranks
                         extra("replicas").verify_replicas(replica, optimizers)
                     # If the previous save has not ended in time, skip this one.
-                    if may_save := save_ended():
+                    if may_save := saves_ended():
                         state = storage.snapshot(
                             replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
                         )
@@ -417,15 +418,15 @@ def train(flags: Flags, given: set[str]) -> int:
                 if stopped or last:
                     break
         except FloatingPointError:  # All ranks raise it together.
-            save_ended()
+            saves_ended()
             raise
         except Exception:
-            wait_for_save(*writing)  # Not save_ended, because other ranks may have no error.
+            wait_for_save(*writing)  # Not saves_ended, because other ranks may have no error.
             raise
         # The last step of the loop sets may_save, which is false if its save was skipped.
         if (
             not may_save
-            or not save_ended()
+            or not saves_ended()
             or ddp_setup.any_rank(bool(writing[0].exception()), world)
         ):
             raise click.ClickException(f"the checkpoint of step {step} was not written")
@@ -647,12 +648,14 @@ def wait_for_save(save: Future[Any], deadline: float) -> bool:
 
     Warn if it has not ended, or if it failed.
     """
-    wait([save], deadline - time.monotonic())
-    if not save.done():
+    try:
+        error = save.exception(deadline - time.monotonic())
+    except TimeoutError:
         warn_once("a save takes longer than --timeout; until it ends, nothing else is saved")
-    elif error := save.exception():
+        return False
+    if error:
         warn(f"checkpoint not written: {error}; the checkpoints before it are untouched")
-    return save.done()
+    return True
 
 
 # ------------------------------------------------------------------------------ output and errors
@@ -887,6 +890,7 @@ def cli(**values: Any) -> int:
 
 with optional:
     extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
+with optional:
     extra("flags").extend(cli, "DDPKIT")
 
 
