@@ -56,7 +56,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 try:
     import fcntl
@@ -175,7 +175,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             if values := unused.pop(names[parameter], {}):
                 where = f"optimizer state of {names[parameter]}: "
                 # A fused optimizer does not check shapes. With wrong ones, it computes nonsense.
-                check_same(_flatten(values), _flatten(template), where)
+                check_same(values, template, where)
                 optimizer.state[parameter] = tree_map(
                     partial(_receive, device=parameter.device), values, template
                 )
@@ -218,15 +218,6 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
     initial = dict(optimizer.state)
     optimizer.state.clear()
     return initial
-
-
-def _flatten(values: State) -> State:
-    """Give each value in an optimizer state a name: {"a": [x, y]} becomes {"a": x, "a 1": y}."""
-    return {
-        f"{key} {i or ''}".rstrip(): leaf
-        for key, value in values.items()
-        for i, leaf in enumerate(tree_leaves(value))
-    }
 
 
 def _receive(value: Any, like: Any, device: torch.device | None) -> Any:
@@ -274,17 +265,21 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
     for name in ours | theirs:
         a, b = _kind(name, theirs), _kind(name, ours)
         if a != b:
-            raise ValueError(f"{where}{name} is {a} in the checkpoint, {b} here")
+            # Of a long list, the first 200 characters are enough.
+            raise ValueError(f"{where}{name} is {a:.200} in the checkpoint, {b:.200} here")
 
 
 def _kind(name: str, values: State) -> str:
-    """Describe the value of `name` in an error."""
-    value = values.get(name)
+    """Describe the value of `name` in an error, also if it is a list of tensors."""
+
+    def describe(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{tuple(value.shape)} {value.dtype}"
+        return "missing" if value is None else f"a {type(value).__name__}"
+
     if name in values and f".{name}".endswith("._extra_state"):
         return "present"
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {value.dtype}"
-    return "missing" if value is None else f"a {type(value).__name__}"
+    return f"{tree_map(describe, values.get(name))}"
 
 
 # ----------------------------------------------------------------------------------- state <-> file

@@ -523,7 +523,11 @@ def test_unusual_models_and_optimizers_are_restored_exactly(case):
 
 @pytest.mark.parametrize(
     "sums, text",
-    [([torch.ones(4)], "sums 1 is missing"), ([torch.ones(5), torch.ones(())], "sums is (5,)")],
+    [
+        ([torch.ones(4)], "sums is ['(4,) torch.float32'] in the checkpoint, ['(4,)"),
+        ([torch.ones(5), torch.ones(())], "sums is ['(5,) torch.float32', '() torch.float32'] in"),
+        (torch.ones(4), "sums is (4,) torch.float32 in the checkpoint, ['(4,)"),
+    ],
 )
 def test_a_moment_in_a_list_that_does_not_fit_is_an_error(sums, text):
     model, optimizers = unusual("moments in lists", 0)
@@ -704,7 +708,7 @@ float32 = "torch.float32"
         (
             "0.bias",
             lambda w: w.tolist(),
-            f"0.bias is a list in the checkpoint, (8,) {float32} here",
+            f"0.bias is {['a float'] * 8} in the checkpoint, (8,) {float32} here",
         ),
     ],
 )
