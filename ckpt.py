@@ -176,21 +176,15 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 where = f"optimizer state of {names[parameter]}: "
                 # A fused optimizer does not check shapes. With wrong ones, it computes nonsense.
                 check_same(values, template, where)
-                optimizer.state[parameter] = tree_map(
-                    partial(_receive, device=parameter.device), values, template
-                )
+                optimizer.state[parameter] = tree_map(_receive, values, template)
         if unused:
             raise ValueError(
                 f"an optimizer has state of {min(unused)} in the checkpoint, but not here: is it "
                 "frozen, or in another optimizer?"
             )
-    device = next((parameter.device for parameter in model.parameters()), None)
     # tree_map, because the extra state of a module can be a dict with tensors.
     model.load_state_dict(
-        {
-            name: tree_map(partial(_receive, like=ours[name], device=device), state["model"][name])
-            for name in ours
-        }
+        {name: tree_map(partial(_receive, like=ours[name]), state["model"][name]) for name in ours}
     )
 
 
@@ -220,24 +214,25 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
     return initial
 
 
-def _receive(value: Any, like: Any, device: torch.device | None) -> Any:
+def _receive(value: Any, like: Any) -> Any:
     """Send a value of rank 0 to all ranks. Return it placed as `like` is.
 
     Every rank must call this. value: on ranks above 0, tensors are on "meta". like: if it is a
     tensor with the shape of the value, the result gets its device, its strides, and its sharding if
-    it is a DTensor. Other tensors, of the extra state of a module, are returned on the CPU. device:
-    on which to broadcast. NCCL cannot broadcast a tensor on the CPU, such as Adam's "step".
+    it is a DTensor. Other tensors, of the extra state of a module, are returned on the CPU.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    in_group = dist.is_initialized()
-    new = torch.empty(value.shape, dtype=value.dtype, device=device if in_group else value.device)
-    if not value.is_meta:
-        new.copy_(value)
-    if in_group:
+    new = value
+    if dist.is_initialized():
+        # NCCL cannot broadcast a tensor on the CPU.
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        new = value.new_empty(value.shape, device=device)
+        if not value.is_meta:
+            new.copy_(value)
         dist.broadcast(new, 0)
     if new.shape != getattr(like, "shape", None):  # extra state of a module: any shape is valid
-        return new.cpu()
+        return new.to("cpu", copy=True)
     if hasattr(like, "placements"):
         # With the source None, no rank sends: each one takes its part of `new`.
         new = dist.tensor.distribute_tensor(
