@@ -92,10 +92,10 @@ class Found(NamedTuple):
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
     """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
-    Every rank must call this. In a process group, ranks above 0 get {} as "model" and "optimizers".
-    The names are those of the model without its wrappers: see unwrap. An optimizer without a state
-    becomes {}. restore_ does not use the saved "param_groups". The copies share no memory with the
-    model, so training can continue at once.
+    Every rank must call this. In a process group, ranks above 0 get {}. The names are those of the
+    model without its wrappers: see unwrap. An optimizer without a state becomes {}. restore_ does
+    not use the saved "param_groups". The copies share no memory with the model, so training can
+    continue at once.
 
     model: for several models, as in a GAN, pass nn.ModuleDict({"g": g, "d": d}) without wrappers.
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
@@ -125,7 +125,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
         return tensor.detach().to("cpu", copy=True) if rank0 else None
 
     copies = tree_map_only(Tensor, to_cpu, state)
-    return {**(copies if rank0 else dict.fromkeys(state, {})), **more}
+    return {**copies, **more} if rank0 else {}
 
 
 def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

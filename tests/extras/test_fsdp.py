@@ -82,7 +82,7 @@ def learn(world, strategy, model, optimizers, start, stop, accum=1):
 
 
 def whole(model):
-    return ckpt.snapshot(model, [])["model"]
+    return ckpt.snapshot(model, []).get("model", {})  # {} on ranks above 0
 
 
 def local(tensors):
