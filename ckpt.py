@@ -65,7 +65,7 @@ except ImportError:  # on Windows
 
 State = dict[str, Any]
 # step, loss (optional), digest, ".pt" (not if sharded)
-NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-([0-9a-f]{32})(\.pt)?")
+NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-[0-9a-f]{32}(\.pt)?")
 # Names of incomplete files and folders start with this.
 TEMPORARY = ".saving-"
 
@@ -76,7 +76,6 @@ class Entry(NamedTuple):
     step: int
     name: str  # of the file or folder
     loss: float | None  # validation loss; None if unknown or not finite
-    digest: str
 
 
 class Found(NamedTuple):
@@ -325,7 +324,7 @@ def load(folder: str, entry: Entry) -> State:
     path = Path(folder, entry.name)
     if not path.is_file():
         raise OSError("not a file")  # reading a pipe might never end
-    if sha256(path)[:32] != entry.digest:
+    if sha256(path)[:32] not in entry.name:
         raise ValueError("damaged: the content does not match the digest in the name")
     # Hide warnings about the content of a forged file. save() does not do this, because it often
     # runs in a thread, and catch_warnings changes the filters of all threads.
@@ -378,7 +377,7 @@ def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") 
 def parse_names(names: Iterable[str]) -> list[Entry]:
     """Return an entry for each name of a checkpoint, lowest step first."""
     return sorted(
-        Entry(int(match[1]), match[0], float(match[2]) if match[2] else None, match[3])
+        Entry(int(match[1]), match[0], float(match[2]) if match[2] else None)
         for match in map(NAME.fullmatch, names)
         if match
     )
