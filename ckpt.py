@@ -413,11 +413,11 @@ def newest(
     for entry in reversed(list_checkpoints(folder)):
         try:
             return Found(entry, load(folder, entry)), rejected
+        except PermissionError:
+            raise
         except (OSError, ValueError) as error:
             if entry not in list_checkpoints(folder):  # another process has deleted it
                 return newest(folder, load, list_checkpoints)
-            if isinstance(error, PermissionError):
-                raise
             rejected[entry.name] = f"{error}"
     if rejected:
         reasons = "; ".join(map(": ".join, rejected.items()))
