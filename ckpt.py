@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 
     step: int
     name: str  # of the file or folder
-    loss: float | None  # validation loss; None if unknown or not finite
+    loss: float  # validation loss; math.inf if unknown or not finite
 
 
 class Found(NamedTuple):
@@ -377,7 +377,7 @@ def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") 
 def parse_names(names: Iterable[str]) -> list[Entry]:
     """Return an entry for each name of a checkpoint, lowest step first."""
     return sorted(
-        Entry(int(match[1]), match[0], float(match[2]) if match[2] else None)
+        Entry(int(match[1]), match[0], float(match[2] or "inf"))
         for match in map(NAME.fullmatch, names)
         if match
     )
@@ -437,9 +437,8 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-    # Entries without a loss come last. If no entry has a loss, `best` is the newest entry, which
-    # remains anyway.
-    best = min(entries, key=lambda e: (e.loss is None, e.loss, -e.step), default=None)
+    # If no entry has a loss, `best` is the newest entry, which remains anyway.
+    best = min(reversed(entries), key=lambda e: e.loss, default=None)
     return [entry for entry in entries[:-keep] if entry != best]
 
 

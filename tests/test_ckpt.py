@@ -803,7 +803,7 @@ def test_the_name_has_step_loss_and_sha256_of_the_content(folder, step, loss, st
     assert entry.name == f"{start}{digest[:32]}.pt"
     assert entry.step == step and ckpt.list_checkpoints(folder) == [entry]
     finite = loss is not None and math.isfinite(loss)
-    assert entry.loss == (round(loss, 4) if finite else None)
+    assert entry.loss == (round(loss, 4) if finite else math.inf)
 
 
 def test_sha256_is_that_of_the_whole_file(tmp_path):
