@@ -169,8 +169,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     for optimizer, theirs in zip(optimizers, saved):
         initial = _reset_(model, optimizer)
         unused = dict(theirs.get("state", {}))
-        for parameter in [*initial]:
-            template = initial.pop(parameter)  # frees the memory of the initial state early
+        for parameter, template in initial.items():
             if values := unused.pop(names[parameter], {}):
                 where = f"optimizer state of {names[parameter]}: "
                 # A fused optimizer does not check shapes. With wrong ones, it computes nonsense.
@@ -214,11 +213,12 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
 
 
 def _receive(value: Any, like: Any) -> Any:
-    """Send a value of rank 0 to all ranks. Return it placed as `like` is.
+    """Send a value of rank 0 to all ranks. Return it on each.
 
     Every rank must call this. value: on ranks above 0, tensors are on "meta". like: if it is a
-    tensor with the shape of the value, the result gets its device, its strides, and its sharding if
-    it is a DTensor. Other tensors, of the extra state of a module, are returned on the CPU.
+    tensor with the shape and dtype of the value, the value is copied into it, so it keeps its
+    device, its strides and its sharding. Other tensors, of the extra state of a module, are
+    returned on the CPU.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
@@ -230,14 +230,14 @@ def _receive(value: Any, like: Any) -> Any:
         if not value.is_meta:
             new.copy_(value)
         dist.broadcast(new, 0)
-    if new.shape != getattr(like, "shape", None):  # extra state of a module: any shape is valid
+    if _describe(new) != _describe(like):
         return new.to("cpu", copy=True)
     if hasattr(like, "placements"):
         # With the source None, no rank sends: each one takes its part of `new`.
         new = dist.tensor.distribute_tensor(
             new, like.device_mesh, like.placements, src_data_rank=None
         )
-    return torch.empty_like(like, dtype=new.dtype).copy_(new)
+    return like.copy_(new)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -265,15 +265,16 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
 
 def _kind(name: str, values: State) -> str:
     """Describe the value of `name` in an error, also if it is a list of tensors."""
-
-    def describe(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{tuple(value.shape)} {value.dtype}"
-        return "missing" if value is None else f"a {type(value).__name__}"
-
     if name in values and f".{name}".endswith("._extra_state"):
         return "present"
-    return f"{tree_map(describe, values.get(name))}"
+    return f"{tree_map(_describe, values.get(name))}"
+
+
+def _describe(value: Any) -> str:
+    """Return the shape and dtype of a tensor, or the type of another value."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return "missing" if value is None else f"a {type(value).__name__}"
 
 
 # ----------------------------------------------------------------------------------- state <-> file
