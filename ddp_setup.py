@@ -263,36 +263,34 @@ def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
         # torchrun keeps all keys of its store when it restarts the ranks. So each start needs its
         # own prefix.
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
-        return dist.PrefixStore(_agree_on_run_id(store, world, timeout) if restarts else "0", store)
+        return dist.PrefixStore(_agree_on_run_id(store, world) if restarts else "0", store)
     except dist.DistError as error:
         raise ConnectionError(
             f"rank {world.rank}: not all {world.size} ranks connected to {address} ({error})"
         ) from error
 
 
-def _agree_on_run_id(store: dist.Store, world: World, timeout: float) -> str:
+def _agree_on_run_id(store: dist.Store, world: World) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
-    Each rank makes a random word. The word of rank 0 is the id. Each other rank writes its word
-    and waits for the reply to it. Rank 0 can find an old word, from before a restart, so it reads
-    the word again and replies, until each rank confirms the id.
+    Each rank makes a random word. The word of rank 0 is the id. Each other rank has a queue, into
+    which it puts its word. It waits for the reply to it, which is the id, and puts the id into the
+    queue, too. Rank 0 replies to each message until it gets the id, because a queue can begin with
+    messages from before a restart.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """
-    end = time.monotonic() + timeout
     word = secrets.token_hex()
     if world.rank:
-        store.set(f"request {world.rank}", word)
+        store.queue_push(f"message of rank {world.rank}", word)
         run_id = store.get(f"reply to {word}").decode()
-        store.set(f"{run_id} confirmed {world.rank}", "")
+        store.queue_push(f"message of rank {world.rank}", run_id)
         return run_id
     for rank in range(1, world.size):
-        while not store.check([f"{word} confirmed {rank}"]):
-            if time.monotonic() > end:
-                raise ConnectionError(f"no answer from rank {rank} (timed out after {timeout:g} s)")
-            request = store.get(f"request {rank}").decode()
-            store.set(f"reply to {request}", word)
-            time.sleep(0.002)
+        message = ""
+        while message != word:
+            message = store.queue_pop(f"message of rank {rank}").decode()
+            store.set(f"reply to {message}", word)
     return word
 
 

@@ -282,25 +282,27 @@ def test_ranks_that_cannot_connect_say_so_within_the_timeout():
 
 
 def test_rank_0_gives_up_if_a_rank_from_before_a_restart_does_not_come_back():
-    store = dist.HashStore()
-    store.set("request 1", "a word from before")
-    world = ddp_setup.World(0, 0, 2, 2)
-    rank_0 = ddp_setup._in_thread(lambda: ddp_setup._agree_on_run_id(store, world, 0.1))
-    with pytest.raises(ConnectionError, match=r"no answer from rank 1 \(timed out after 0.1 s\)"):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.1))
+    store.queue_push("message of rank 1", "a word from before")
+    rank_0 = ddp_setup._in_thread(
+        lambda: ddp_setup._agree_on_run_id(store, ddp_setup.World(0, 0, 2, 2))
+    )
+    with pytest.raises(dist.DistStoreError, match="timeout after 100ms, keys: /message of rank 1"):
         rank_0.result(20)
 
 
-def test_each_start_of_the_ranks_has_a_new_id_although_the_store_keeps_old_words():
-    """In the second start, rank 0 finds the old word of rank 1 and replies to it."""
+def test_each_start_of_the_ranks_has_a_new_id_although_the_store_keeps_old_messages():
+    """In the second start, rank 0 finds an old word of rank 1 and the old id, and replies to both."""
     store, ids = dist.HashStore(), list[str]()
     store.set_timeout(timedelta(seconds=20))
     for start in range(2):
         world = ddp_setup.World(0, 0, 2, 2)
-        rank_0 = ddp_setup._in_thread(partial(ddp_setup._agree_on_run_id, store, world, 20))
+        rank_0 = ddp_setup._in_thread(partial(ddp_setup._agree_on_run_id, store, world))
         if start:
-            reply = f"reply to {store.get('request 1').decode()}"
-            wait_for(lambda: store.get(reply).decode() != ids[0], "a reply to the old word", 10)
-        ids.append(ddp_setup._agree_on_run_id(store, ddp_setup.World(1, 1, 2, 2), 20))
+            for old in ("a word from before", ids[0]):
+                store.queue_push("message of rank 1", old)
+            wait_for(lambda: store.get(f"reply to {ids[0]}").decode() != ids[0], "a reply", 10)
+        ids.append(ddp_setup._agree_on_run_id(store, ddp_setup.World(1, 1, 2, 2)))
         assert rank_0.result(20) == ids[start]
     assert ids[0] != ids[1]
 

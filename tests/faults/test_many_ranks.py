@@ -60,6 +60,18 @@ class CountingStore(dist.Store):
         self.count(key, value)
         return value
 
+    def queue_push(self, key, value):
+        self.count(key, value)
+        self.store.queue_push(key, value)
+
+    def queue_pop(self, key):
+        # A push to a HashStore wakes only one thread, which can be one that waits in get().
+        while not self.store.check([key]):
+            time.sleep(0.001)
+        value = self.store.queue_pop(key)
+        self.count(key, value)
+        return value
+
     def add(self, key, number):
         self.count(key)
         return self.store.add(key, number)
@@ -95,9 +107,7 @@ def traffic(size, function):
 
 def start(env, store):
     """What a rank does at its start under torchrun, before the process group exists."""
-    if env.rank == 0:  # rank 0 asks again every 2 ms: start it when all others have started
-        store.store.wait([f"request {rank}" for rank in range(1, env.size)], TIMEOUT)
-    ddp_setup._agree_on_run_id(store, env, 600)
+    ddp_setup._agree_on_run_id(store, env)
 
 
 def gloo(env, store):
