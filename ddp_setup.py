@@ -653,17 +653,19 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
         # so it is started first.
         resource_tracker.ensure_running()
         others = mp.active_children()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            context = mp.spawn(_run_rank, (os.getpid(), port, size, fn, *args), size, join=False)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
+                context = mp.spawn(
+                    _run_rank, (os.getpid(), port, size, fn, *args), size, join=False
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             return _wait_for_ranks(context.processes, stop_requested, timeout, store)
         except BaseException:  # KeyboardInterrupt, or the system could not start all ranks
             for rank in {*mp.active_children()}.difference(others):
                 rank.kill()
             raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _wait_for_ranks(
