@@ -48,11 +48,10 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
-PACKAGES = str(Path(torch.__file__).parents[1])
-# The message of _watch_ranks leaves out lines of files whose names begin with one of these.
-# "<frozen" is Python's import system. "<string>" is the code with which multiprocessing starts
-# Python.
-LIBRARIES = os.path.dirname(os.__file__), PACKAGES, __file__, "<frozen", "<string>"
+# The message of _watch_ranks leaves out lines of files whose names begin with one of these: this
+# file, "<" (code without a file, such as Python's import system and the command with which
+# multiprocessing starts Python), the standard library, and the folder of torch and other packages.
+LIBRARIES = __file__, "<", *map(os.path.dirname, (os.__file__, *torch.__path__))
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
 
