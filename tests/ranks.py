@@ -493,12 +493,12 @@ def listen_where_the_other_machines_connect() -> None:
         return [os.environ.get(name) for name in names]
 
     loopback = "lo" if sys.platform == "linux" else None
-    assert settings() == [loopback, "2000"]
+    assert settings() == [loopback, "500"]
     if loopback:  # gloo takes a list of interfaces.
-        given = {"GLOO_SOCKET_IFNAME": "lo,lo", "TORCH_FR_BUFFER_SIZE": "500"}
-        assert settings(**given) == ["lo,lo", "500"]
+        given = {"GLOO_SOCKET_IFNAME": "lo,lo", "TORCH_FR_BUFFER_SIZE": "900"}
+        assert settings(**given) == ["lo,lo", "900"]
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")  # each rank on a machine of its own
-    assert settings() == [None, "2000"]
+    assert settings() == [None, "500"]
 
 
 def fail_to_connect(*ports: str) -> None:
@@ -606,8 +606,7 @@ def wait_in_gloo_beside_nccl(folder: str) -> None:
     torch._C._distributed_c10d._dump_nccl_trace_json = lambda *_: '{"pg_status": {}}'
 
     def waits() -> bool:
-        numbers, _ = ddp_setup._inspect_collectives(True, None)
-        return ddp_setup._inspect_collectives(True, numbers)[1]
+        return ddp_setup._inspect_collectives(True)[1]
 
     with ddp_setup.process_group("cpu", timeout=60) as world:
         results = [waits()]
