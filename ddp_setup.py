@@ -109,9 +109,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         OMP_NUM_THREADS is set. The backend is NCCL for CUDA, else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
         code 1, without an exception. One such rank prints the current program lines of
-        every rank. Use wait_together for work that may take longer. While a rank runs
-        torch.compile, or if the network is down, the others wait up to twice the timeout. The
-        timeout does not apply to torch.distributed.new_group, recv and monitored_barrier.
+        every rank. Use wait_together for work that may take longer. If the network is down, a rank
+        can wait for twice the timeout. The timeout does not apply to torch.distributed.new_group,
+        recv and monitored_barrier.
 
     ValueError if the launch variables are wrong. ConnectionError if the ranks cannot connect within
     the timeout. Every rank with such an error raises it.
@@ -180,8 +180,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
                 store=store,
                 rank=world.rank,
                 world_size=world.size,
-                # _watch_ranks ends the process earlier, unless a rank compiles or the store does
-                # not answer.
+                # _watch_ranks ends the process earlier, unless the store does not answer.
                 timeout=timedelta(seconds=2 * timeout),
                 device_id=world.device if cuda else None,  # With this argument, NCCL connects now.
             )
@@ -341,9 +340,8 @@ def _watch_ranks(
     store, and stores the new count together with the line of its program. All ranks use the same
     counter. So if a rank no longer answers, its count stays lower than those of the others.
 
-    A rank is stuck in an interval if it waits, no collective has started or ended since the last
-    interval, and no rank runs torch.compile. After a rank has reported an error, all others count
-    as waiting.
+    A rank is stuck in an interval if it waits, and no collective has started or ended since the
+    last interval. After a rank has reported an error, all others count as waiting.
 
     A rank ends after it was stuck in 20 intervals in a row. If no rank has reported an error, the
     first one prints where each rank is. gloo notices that another rank has failed, but NCCL does
@@ -351,23 +349,21 @@ def _watch_ranks(
     after it was stuck in 2 intervals in a row.
     """
     numbers: Any = None
-    count = compiled = 0
+    count = 0
     counts = list[int]()  # values of the counter while this rank was stuck
     while not block_ended.wait(timeout / 20):
-        line, compiles = _inspect_threads(main)
-        before = numbers, compiled  # one interval ago
+        before = numbers  # one interval ago
         numbers, waiting = _inspect_collectives(cuda)
         waiting |= not joined.is_set()
         waiting_for_nccl = cuda and waiting
         failed = True  # if the store is lost: then DistError leaves the next `with` block
         with suppress(dist.DistError):
             count = store.add("counter", 1)
-            store.set(f"state of {world.rank}", json.dumps([count, line]))
-            compiled = store.add("compiled", compiles)  # changes while any rank compiles
+            store.set(f"state of {world.rank}", json.dumps([count, _program_lines(main)]))
             # Has a rank reported an error? A rank that waits for gloo need not ask: gloo ends it.
             failed = (cuda or not waiting) and store.add("reported", 0) > 0
             waiting |= failed  # Then all ranks count as waiting.
-        counts = [*counts, count] if waiting and (numbers, compiled) == before else []
+        counts = [*counts, count] if waiting and numbers == before else []
         if len(counts) < (2 if failed and waiting_for_nccl else 20):
             continue
         ranks = ["no answer from rank 0"]  # if the store is lost
@@ -390,22 +386,19 @@ def _watch_ranks(
         os._exit(1)
 
 
-def _inspect_threads(main: int) -> tuple[str, bool]:
-    """Return the program lines of the thread `main`, and whether a thread runs torch.compile.
+def _program_lines(thread: int) -> str:
+    """Return the three innermost lines of the program in the stack of calls, the innermost first.
 
-    Of the stack of calls, these are the three innermost lines, the innermost first. One line is
-    often not enough, because it is in a helper function.
+    One line is often not enough, because it is in a helper function.
     """
     # traceback.extract_stack would read source files. Their storage can hang.
-    stacks = {
-        id: [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(top)]
-        for id, top in sys._current_frames().items()
-    }
-    program = [f"{Path(f).name}:{n}" for f, n, _ in stacks[main] if not f.startswith(LIBRARIES)]
-    # Search the text of `stacks` for ('FILE', LINE, 'FUNCTION'). The function "<module>" does not
-    # count: there the file is only being imported.
-    compiler = "(_dynamo/convert_frame|_inductor/compile_fx).py', [0-9]+, '[^<]"
-    return " < ".join(program[:3]) or "a library", bool(re.search(compiler, f"{stacks}"))
+    stack = traceback.walk_stack(sys._current_frames()[thread])
+    lines = [
+        f"{Path(name).name}:{number}"
+        for frame, number in stack
+        if not (name := frame.f_code.co_filename).startswith(LIBRARIES)
+    ]
+    return " < ".join(lines[:3]) or "a library"
 
 
 def _inspect_collectives(cuda: bool) -> tuple[Any, bool]:

@@ -218,7 +218,7 @@ def _cpu_group(timeout: float) -> Iterator[dist.ProcessGroup | None]:
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         yield None
         return
-    # twice, as in ddp_setup, because a rank that compiles may take longer
+    # twice, as in ddp_setup, so that the line of process_group about a hang comes first
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
     try:
         yield group

@@ -179,17 +179,10 @@ def kill_rank_1_while_rank_0_computes() -> None:
         raise RuntimeError("rank 0 is still running")
 
 
-def run_in(expression: str, file: str, in_function: bool) -> None:
-    """Evaluate an expression as code of torch/FILE.py, in a function or while it is imported."""
-    code = f"def f():\n    {expression}\nf()" if in_function else expression
-    exec(compile(code, f"/torch/{file}.py", "exec"), {"os": os, "signal": signal, "time": time})
-
-
 def wait_for_one_another(kind: str) -> None:
     """Do what `kind` says; at the end, both ranks meet in a barrier.
 
-    Unless torch.compile is imitated (by code in a file of its name), gloo's timeout is an hour, so
-    that only the thread of process_group can end a rank.
+    gloo's timeout is an hour, so that only the thread of process_group can end a rank.
     """
     wrong_order = "nobody waits, but the ends of collectives were written in the wrong order"
     if kind in ("the store is lost", wrong_order):
@@ -200,12 +193,11 @@ def wait_for_one_another(kind: str) -> None:
         status = json.dumps({"pg_status": {"0": pending}, "entries": entries})
         torch._C._distributed_c10d._dump_fr_trace_json = lambda *_: status
     init = dist.init_process_group
-    hour = {} if "compiles" in kind else {"timeout": timedelta(hours=1)}
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if kind == "rank 1 is stopped while the group is made" and kwargs["rank"] == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        init(*args, **{**kwargs, **hour})  # here the group is made
+        init(*args, **{**kwargs, "timeout": timedelta(hours=1)})  # here the group is made
 
     dist.init_process_group = init_process_group
     connect = ddp_setup._connect_to_store  # On a busy machine, a rank may start late.
@@ -237,13 +229,6 @@ def wait_for_one_another(kind: str) -> None:
         if kind == "rank 1 is stopped while rank 0 waits" and world.rank == 1:
             time.sleep(2)  # Half of the timeout, it still stores its line.
             os.kill(os.getpid(), signal.SIGSTOP)
-        if kind == "rank 1 is stopped in a compilation" and world.rank == 1:
-            stop = "time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP)"
-            run_in(stop, "_dynamo/convert_frame", in_function=True)
-        if "compile" in kind and world.rank == 1:
-            file = "_inductor/compile_fx" if "kernels" in kind else "_dynamo/convert_frame"
-            compiles = "compiles" in kind
-            run_in(f"time.sleep({5 if compiles else 60})", file, in_function=compiles)
         if kind == "only the later of two collectives is complete":
             earlier = dist.all_reduce(torch.ones(50_000_000), async_op=True)
             dist.all_reduce(torch.ones(1))  # in gloo's other thread

@@ -45,19 +45,15 @@ TORCHRUN = [
 HANGING = (  # ranks that spawn() starts
     "in different lines",
     "rank 1 works",
-    "rank 1 is stopped in a compilation",
     "rank 1 is stopped while rank 0 waits",
     "rank 1 is stopped while the group is made",
     "rank 1 does not join the second group",
-    "rank 1 imports the compiler",
     "only the later of two collectives is complete",
 )
 HEALTHY = (  # ranks without a launcher, which start sooner
     "nobody waits",
     "nobody waits, but the ends of collectives were written in the wrong order",
     "in a group of their own",
-    "rank 1 compiles",
-    "rank 1 compiles kernels",
     "rank 0 has left",
     "rank 1 has left",
     "the program has destroyed the group",
@@ -773,11 +769,8 @@ def test_ranks_that_wait_for_one_another_are_named_with_their_lines(runs):
     assert f": rank 0 at {waits} < {calls}, rank 1 at {sleeps} < {calls}\n" in ended.errors
 
 
-@pytest.mark.parametrize(
-    "run", ["rank 1 is stopped in a compilation", "rank 1 is stopped while rank 0 waits"]
-)
-def test_a_rank_that_was_stopped_does_not_keep_the_others_waiting(runs, run):
-    ended = runs(run)
+def test_a_rank_that_was_stopped_does_not_keep_the_others_waiting(runs):
+    ended = runs("rank 1 is stopped while rank 0 waits")
     waits = line_of("dist.barrier()  # here the others")
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
@@ -789,7 +782,7 @@ def test_a_rank_that_was_stopped_does_not_keep_the_others_waiting(runs, run):
 )
 def test_a_rank_that_is_missing_while_the_group_is_made_is_named(runs, run):
     ended = runs(run)
-    waits = line_of("init(*args, **{**kwargs, **hour})")
+    waits = line_of("init(*args, **{**kwargs")
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
     ]
@@ -801,11 +794,6 @@ def test_a_rank_that_waits_for_the_earlier_of_two_collectives_is_stuck(runs):
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, no answer from rank 1"
     ]
-
-
-def test_importing_the_compiler_does_not_count_as_compiling(runs):
-    [line] = runs("rank 1 imports the compiler").lines()
-    assert re.match("Error: no progress for 4 s: rank 0 at .*, rank 1 at ", line)
 
 
 def test_a_rank_that_is_in_no_collective_ends_after_the_report_without_a_launcher(runs):
@@ -862,8 +850,8 @@ def test_beside_nccl_a_rank_that_waits_in_a_group_of_gloo_is_noticed(tmp_path):
 
 def test_pythons_import_system_does_not_count_as_the_program():
     code = compile("inspect(thread)", "<frozen importlib._bootstrap>", "eval")
-    names = {"inspect": ddp_setup._inspect_threads, "thread": threading.get_ident()}
-    lines, here = eval(code, names)[0], sys._getframe().f_lineno
+    names = {"inspect": ddp_setup._program_lines, "thread": threading.get_ident()}
+    lines, here = eval(code, names), sys._getframe().f_lineno
     assert lines.split(" < ")[0] == f"{Path(__file__).name}:{here}"
 
 
@@ -871,33 +859,17 @@ def test_the_innermost_three_lines_of_a_program_are_shown_and_without_any_a_libr
     def inspect(calls: int) -> str:
         if calls:
             return inspect(calls - 1)
-        return ddp_setup._inspect_threads(threading.get_ident())[0]
+        return ddp_setup._program_lines(threading.get_ident())
 
     assert re.fullmatch(r"(test_ddp_setup\.py:\d+( < )?){3}", inspect(5))
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
     try:
-        assert ddp_setup._inspect_threads(thread.ident) == ("a library", False)
+        assert ddp_setup._program_lines(thread.ident) == "a library"
     finally:
         end.set()
         thread.join()
-
-
-def test_a_compilation_in_any_thread_counts():
-    """In a backward pass, torch compiles in a thread of autograd."""
-    begun, end, main = threading.Event(), threading.Event(), threading.get_ident()
-    names = {"begun": begun, "end": end}
-    source = "def compile_fx():\n    begun.set()\n    end.wait()"
-    exec(compile(source, "/torch/_inductor/compile_fx.py", "exec"), names)
-    thread = threading.Thread(target=names["compile_fx"])
-    thread.start()
-    try:
-        assert begun.wait(60) and ddp_setup._inspect_threads(main)[1]
-    finally:
-        end.set()
-        thread.join()
-    assert not ddp_setup._inspect_threads(main)[1]
 
 
 def test_a_rank_that_works_while_another_waits_for_it_is_named_with_a_line_of_its_work(runs):

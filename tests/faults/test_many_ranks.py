@@ -264,7 +264,7 @@ def test_of_the_ranks_that_are_stuck_only_one_reads_where_all_are(capsys):
     few, many = traffic_of_hang(4), traffic_of_hang(32)
     for ranks in (few, many):
         requests = sorted(requests for requests, _ in ranks)
-        own = 21 * 3 + 1
+        own = 21 * 2 + 1
         assert requests == [own] * (len(ranks) - 1) + [own + len(ranks)]
     assert_linear(few, many)
     assert capsys.readouterr().err.count("no progress for 4 s: rank 0 at ") == 2
