@@ -233,18 +233,14 @@ def _select_device(name: str, world: World) -> World:
 def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     """Return how many CPUs this process may use, at least 1.
 
-    This is the number in its CPU affinity, or the CPU quota of the container if that is lower.
+    This is the number in its CPU affinity, or the CPU quota of the container (of version 2 of
+    cgroups) if that is lower.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # These files belong to version 2 and to version 1 of cgroups.
-    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        # Without a quota, there is no file, or it contains "max" or -1.
-        with suppress(OSError, ValueError):
-            quota, period = (
-                int(word) for name in names for word in Path(cgroup, name).read_text().split()
-            )
-            if quota > 0:
-                cpus = min(cpus, max(1, quota // period))
+    # Without a quota, there is no file, or it contains "max".
+    with suppress(OSError, ValueError):
+        quota, period = map(int, Path(cgroup, "cpu.max").read_text().split())
+        cpus = min(cpus, max(1, quota // period))
     return cpus
 
 

@@ -144,18 +144,13 @@ def test_launch_variables_that_do_not_fit_are_an_error_that_shows_them(wrong):
 # --------------------------------------------------------------------------------------------- CPUs
 
 QUOTAS = {  # content of the cgroup's files, CPUs that it allows
-    "version 2": ({"cpu.max": "400000 100000\n"}, 4),
-    "version 2, a fraction": ({"cpu.max": "250000 100000\n"}, 2),
-    "version 2, less than one": ({"cpu.max": "50000 100000\n"}, 1),
-    "version 2, no quota": ({"cpu.max": "max 100000\n"}, 64),
-    "version 2, more than the machine has": ({"cpu.max": "9900000 100000\n"}, 64),
-    "version 1": ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-    "version 1, no quota": (
-        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        64,
-    ),
+    "a quota": ({"cpu.max": "400000 100000\n"}, 4),
+    "a fraction": ({"cpu.max": "250000 100000\n"}, 2),
+    "less than one": ({"cpu.max": "50000 100000\n"}, 1),
+    "no quota": ({"cpu.max": "max 100000\n"}, 64),
+    "more than the machine has": ({"cpu.max": "9900000 100000\n"}, 64),
     "no cgroup": ({}, 64),
-    "files that say something else": ({"cpu.max": "", "cpu/cpu.cfs_quota_us": "many"}, 64),
+    "a file that says something else": ({"cpu.max": ""}, 64),
 }
 
 
