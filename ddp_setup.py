@@ -15,7 +15,6 @@ fails, the others fail too, most often because they lose their connection to it.
 of them prints an error. To agree which one, they use a key-value store that all ranks share.
 """
 
-import ctypes
 import functools
 import json
 import math
@@ -734,7 +733,7 @@ def _die_with_parent(parent: int) -> None:
 
     If the parent has already ended, exit now.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG.
+    # torch.multiprocessing.spawn uses this, too. 9 is SIGKILL, which has no name on Windows.
+    mp._prctl_pr_set_pdeathsig(9)  # type: ignore[attr-defined]
     if os.getppid() != parent:
         os._exit(1)
