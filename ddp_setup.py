@@ -607,7 +607,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     raises KeyboardInterrupt. If this process dies, Linux kills its ranks.
 
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
-        are killed. If a rank fails before that, the others get 4 seconds from then on.
+        are killed.
 
     The first of these rules that applies decides the result:
     - If all ranks end with the same exit code (not by a signal), it is returned.
@@ -699,10 +699,7 @@ def _wait_for_ranks(
 def _run_rank(
     rank: int, parent: int, port: int, size: int, fn: Callable[..., None], *args: Any
 ) -> None:
-    """Run fn(*args) with the variables that torchrun would set, and print its exception.
-
-    The exit code after an exception is its attribute `exit_code`, else 1, as in process_group.
-    """
+    """Run fn(*args) with the variables that torchrun would set, and print its exception."""
     _die_with_parent(parent)
     # With TORCHELASTIC_USE_AGENT_STORE, rank 0 does not serve the store, because the parent does.
     os.environ.update(
