@@ -358,15 +358,6 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
     return kinds
 
 
-def flops_per_token(config: Config) -> int:
-    """Count the floating-point operations per token of forward and backward pass.
-
-    The formula is from Chowdhery et al., "PaLM", 2022, appendix B.
-    """
-    matrices = 12 * config.layers * config.embd**2 + config.vocab * config.embd
-    return 6 * matrices + 12 * config.layers * config.block_size * config.embd
-
-
 @torch.no_grad()
 def sample(
     model: GPT, prompt: Tensor, *, temperature: float = 1.0, top_k: int = 0

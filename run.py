@@ -267,11 +267,9 @@ def train(flags: Flags, given: set[str]) -> int:
         # The flags, and what else config.json says of the run.
         resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}
         dtype, config = getattr(torch, flags.dtype), model_config(resolved)
-        flops_per_token = gpt.flops_per_token(config)
         with optional:  # for mfu, a memory check, and to compile long runs
-            flops = tokens_at(total) * flops_per_token
-            resolved |= extra("machine").check_and_describe(world.device, resolved, total, flops)
-        peak_flops = resolved.get("peak_flops", math.nan)
+            check_and_describe, tokens = extra("machine").check_and_describe, tokens_at(total)
+            resolved |= check_and_describe(world.device, resolved, total, tokens)
 
         seed = flags.seed if flags.strategy == "ddp" else None  # None: shard_ computes the weights
         model = build_model(config, seed)
@@ -383,7 +381,7 @@ def train(flags: Flags, given: set[str]) -> int:
                         "grad_norm": norm,
                         "lr": flags.lr * lr_factor(step - 1),  # with muon: that of Muon
                         "tokens_per_s": round(rate, 1),
-                        "mfu": round(rate * flops_per_token / peak_flops, 4),
+                        "mfu": round(rate / resolved.get("peak_tokens_per_s", math.nan), 4),
                         "skipped": int(report.skipped),
                     }
                     log(record)

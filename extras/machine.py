@@ -51,25 +51,38 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     return matmul_flops(device, dtype), "measured"
 
 
+def flops_per_token(layers: int, embd: int, vocab: int, block_size: int) -> int:
+    """Count the floating-point operations per token of a GPT's forward and backward pass.
+
+    The formula is from Chowdhery et al., "PaLM", 2022, appendix B.
+    """
+    return 6 * count_weights(layers, embd, vocab) + 12 * layers * block_size * embd
+
+
+def count_weights(layers: int, embd: int, vocab: int) -> int:
+    """Count the weights of a GPT's linear layers, which are nearly all of its parameters."""
+    return 12 * layers * embd**2 + vocab * embd
+
+
 def check_and_describe(
-    device: torch.device, config: dict[str, Any], steps: int, flops: float
+    device: torch.device, config: dict[str, Any], steps: int, tokens: int
 ) -> dict[str, Any]:
     """Return what config.json says of the machine: torch, device, and the peak FLOP/s of all ranks.
 
-    Also return as "compile" whether to compile, if `config` leaves that open with None. On a CPU,
-    also call keep_freed_memory(). Switch off a log of Triton.
-    config: the flags of run.py, with the vocabulary size and the number of ranks. steps, flops: see
-    should_compile. ValueError if a GPT of these sizes cannot be trained in the memory of a
-    device: a weight, its gradient and one moment take 12 bytes. Under "ddp" each rank holds all
-    weights. ValueError also if dropout would be wrong, on MPS.
+    Also return the tokens per second at that peak, and as "compile" whether to compile, if `config`
+    leaves that open with None. On a CPU, also call keep_freed_memory(). Switch off a log of Triton.
+    config: the flags of run.py, with the vocabulary size and the number of ranks. steps, tokens: of
+    the whole run. ValueError if a GPT of these sizes cannot be trained in the memory of a device: a
+    weight, its gradient and one moment take 12 bytes. Under "ddp" each rank holds all weights.
+    ValueError also if dropout would be wrong, on MPS.
     """
     if device.type == "mps" and config["checkpoint_activations"] and config["dropout"]:
         # Dropout would differ in the second forward pass: PyTorch issue 127676.
         raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
     if device.type == "cpu":
         keep_freed_memory()
-    layers, embd, vocab, ranks = (config[name] for name in ("layers", "embd", "vocab", "ranks"))
-    parameters = 12 * layers * embd**2 + vocab * embd
+    ranks, sizes = config["ranks"], {name: config[name] for name in ("layers", "embd", "vocab")}
+    parameters = count_weights(**sizes)
     needed = 12 * parameters / (1 if config["strategy"] == "ddp" else ranks)
     memory = device_memory(device)
     if needed > memory:
@@ -78,6 +91,7 @@ def check_and_describe(
             f"{memory / 1e9:,.0f} GB: make --layers or --embd smaller, or see --strategy"
         )
     peak, source = peak_flops(device, getattr(torch, config["dtype"]))
+    flops = flops_per_token(**sizes, block_size=config["block_size"])
     # Triton would log its whole program before it raises an error.
     logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
     compiled = config["compile"]
@@ -86,7 +100,8 @@ def check_and_describe(
         "torch": f"{torch.__version__}",
         "peak_flops": peak * ranks,
         "peak_flops_source": source,
-        "compile": should_compile(device, steps, flops) if compiled is None else compiled,
+        "peak_tokens_per_s": peak * ranks / flops,
+        "compile": should_compile(device, steps, tokens * flops) if compiled is None else compiled,
     }
 
 

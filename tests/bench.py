@@ -334,7 +334,7 @@ def training() -> Iterator[Row]:
     """Compare steps in one process with the tutorial loop and with the bare step."""
     for shape in SHAPES:
         tokens = shape.T * shape.B
-        flops = tokens * gpt.flops_per_token(make_model(shape)[0].config)
+        flops = tokens * machine.flops_per_token(shape.layers, shape.embd, shape.vocab, shape.T)
         for dtype in DTYPES:
             taken = medians(
                 {
@@ -781,7 +781,7 @@ def gpu_speed(gpu: Gpu) -> Iterator[Row]:
     calls = {name: partial(repeat_call, one, 4) for name, one in (ours | theirs).items()}
     seconds = medians(calls, 0.0 if gpu.tiny else 20.0, 1 if gpu.tiny else 5)
     rate = {name: 4 * shape.T * shape.B / taken for name, taken in seconds.items()}
-    flops = gpt.flops_per_token(make_model(shape)[0].config)
+    flops = machine.flops_per_token(shape.layers, shape.embd, shape.vocab, shape.T)
     for name in rate:
         other = "nanoGPT, compiled" if "compiled" in name else "nanoGPT"
         if name in ours and theirs:

@@ -12,8 +12,7 @@ import click
 import pytest
 from conftest import MODEL, TINY, ahead, metrics, run
 
-import run as program
-from extras import flags
+from extras import flags, machine
 
 NO_GCSFS = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed"
@@ -66,7 +65,7 @@ def test_config_json_has_the_peak_rate_and_its_source_and_mfu_is_relative_to_it(
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["peak_flops"] > 1e8 and config["peak_flops_source"] == "measured"
     line = metrics(tmp_path)[0]
-    flops = program.gpt.flops_per_token(program.gpt.Config(18, 16, layers=1, heads=2, embd=16))
+    flops = machine.flops_per_token(layers=1, embd=16, vocab=18, block_size=16)
     mfu = line["tokens_per_s"] * flops / config["peak_flops"]
     assert math.isclose(line["mfu"], mfu, abs_tol=1e-4)
 
