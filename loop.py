@@ -26,7 +26,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, pairwise, repeat
@@ -163,18 +163,37 @@ def train_(
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        if not batches:
+            raise ValueError(
+                "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
+            )
         weight = world_size / total if total else 0.0
+        # (loss sum, count, whether to stop, norm of the step before); later the sums of all ranks
+        sums = torch.zeros(4, dtype=accumulator_dtype(device), device=device)
+        # `sums[2] = stop()` would wait for a CUDA device.
+        sums[2].fill_(stop())
+        sums[3] = previous
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _seed(device, seed, step, rank)
-            sums = _backward_(
-                model, batches, weight, loss_fn, dtype, scaler, stop(), previous, no_sync
-            )
-            # sums: (loss sum, count, number of ranks that ask to stop, sum of `previous`), all over
-            # the ranks. `previous` is the gradient norm of the step before. The check allows 0.1 %,
-            # because different hardware rounds differently.
-            differ = (sums[3] / world_size - previous).abs() > 1e-3 * previous
+            for i, batch in enumerate(batches, 1):
+                last = i == len(batches)
+                with nullcontext() if last else no_sync():
+                    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                        loss_sum, count = loss_fn(model, to_device(batch, device))
+                    if weight:
+                        sums[0] += loss_sum.detach()
+                        sums[1] += count
+                    if last:  # now, so that the sums are sent during the backward pass
+                        wait = _sum_over_ranks_(sums)
+                    scaler.scale(loss_sum * weight).backward()
+            wait()
+            # DDP raises RuntimeError here, before the update, if it has synchronised only some
+            # gradients. Other models do not have this method. For them, bool() does nothing.
+            getattr(model, "_check_reducer_finalized", bool)()
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
+        # The check of the norm allows 0.1 %, because different hardware rounds differently.
+        differ = (sums[3] / world_size - previous).abs() > 1e-3 * previous
         # Comparisons with NaN are false. With 0 in its place, a NaN on one rank only is found.
         previous = norm.nan_to_num(0.0, 0.0)
         skipped = skipped + ~finite
@@ -223,48 +242,6 @@ def _seed(device: torch.device, *numbers: int) -> None:
     seed = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little")
     # torch.manual_seed also seeds other devices, which takes time.
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
-
-
-def _backward_(
-    model: nn.Module,
-    batches: list[Any],
-    weight: float,
-    loss_fn: LossFn,
-    dtype: torch.dtype,
-    scaler: torch.amp.GradScaler,
-    stop: bool,
-    norm: Tensor,
-    no_sync: Callable[[], AbstractContextManager[Any]],
-) -> Tensor:
-    """Back-propagate weight * (loss sum) of each micro-batch.
-
-    Returns the totals of all ranks: (loss sum, count, number of ranks that asked to stop, `norm`).
-    """
-    device = norm.device
-    if not batches:
-        raise ValueError(
-            "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
-        )
-    sums = torch.zeros(4, dtype=accumulator_dtype(device), device=device)
-    # `sums[2] = stop` would wait for a CUDA device.
-    sums[2].fill_(stop)
-    sums[3] = norm
-    for i, batch in enumerate(batches, 1):
-        last = i == len(batches)
-        with nullcontext() if last else no_sync():
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss_sum, count = loss_fn(model, to_device(batch, device))
-            if weight:
-                sums[0] += loss_sum.detach()
-                sums[1] += count
-            if last:  # now, to send the sums during the backward pass
-                wait = _sum_over_ranks_(sums)
-            scaler.scale(loss_sum * weight).backward()
-    wait()
-    # DDP raises RuntimeError here, before the update, if it has synchronised only some gradients.
-    # Other models do not have this method. For them, bool() is called, which does nothing.
-    getattr(model, "_check_reducer_finalized", bool)()
-    return sums
 
 
 def _update_(
