@@ -343,7 +343,6 @@ def train(flags: Flags, given: set[str]) -> int:
                 f"{flags.dtype}, steps {start_step + 1} to {total} (set by {limit}), {where} "
                 f"{flags.out}"
             )
-        log = partial(append_metrics, storage, flags.out)
         # The thread that saves gets one OpenMP thread: see ckpt.py. Threads that have not asked for
         # their number yet would get one too, so the main thread asks here.
         torch.get_num_threads()
@@ -384,7 +383,7 @@ def train(flags: Flags, given: set[str]) -> int:
                         "mfu": round(rate / resolved.get("peak_tokens_per_s", math.nan), 4),
                         "skipped": int(report.skipped),
                     }
-                    log(record)
+                    append_metrics(storage, flags.out, record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
                 # A step whose loss or gradient is not finite changes no weight. If such steps
                 # repeat, their checkpoints would be equal, and --keep would delete older ones.
@@ -397,7 +396,7 @@ def train(flags: Flags, given: set[str]) -> int:
                     val_loss = validate(replica, val_plan, world, flags, stop_requested)
                     stopped = val_loss is None
                     if rank0 and not stopped:
-                        log({"step": step, "val_loss": val_loss})
+                        append_metrics(storage, flags.out, {"step": step, "val_loss": val_loss})
                         say(f"step {step}  validation loss {val_loss:.4f} over {targets:,} tokens")
 
                 if stopped or last or due:
