@@ -347,8 +347,7 @@ def train(flags: Flags, given: set[str]) -> int:
         # their number yet would get one too, so the main thread asks here.
         torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
-        save = storage.save if rank0 or sharded else lambda *_: None
-        # The latest save and its deadline. At first, a call that does nothing.
+        # The latest save of this rank and its deadline. At first, a call that does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
         def saves_ended() -> bool:
@@ -408,8 +407,11 @@ def train(flags: Flags, given: set[str]) -> int:
                         state = storage.snapshot(
                             replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
                         )
-                        saving = pool.submit(save, flags.out, state, step, val_loss, flags.keep)
-                        writing = saving, time.monotonic() + flags.timeout
+                        if state:  # Ranks that write nothing have {}.
+                            save = pool.submit(
+                                storage.save, flags.out, state, step, val_loss, flags.keep
+                            )
+                            writing = save, time.monotonic() + flags.timeout
                         del state  # Now only the save holds it.
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
