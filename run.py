@@ -302,25 +302,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 scaler.load_state_dict(saved["scaler"])
         del state  # frees the memory of the checkpoint
 
-        lr_factor = partial(
-            loop.linear, total=total, warmup_steps=flags.warmup, floor=flags.min_lr / flags.lr
-        )
-        training = loop.train_(
-            replica,
-            optimizers,
-            steps,
-            loss_fn,
-            start=start_step,
-            lr_at=lr_factor,
-            clip=flags.clip or math.inf,
-            dtype=dtype,
-            scaler=scaler,
-            seed=flags.seed,
-            stop=stop_requested,
-            sync_each=flags.strategy == "fsdp",  # gradients, after each micro-batch
-        )
-
-        # Until here, nothing is written, and no step is done: `training` is a generator.
+        # Until here, nothing is written.
         constants = {
             "data": corpus.digest,
             "config": {key: resolved[key] for key in vars(flags) if key not in NOT_RESTORED},
@@ -355,6 +337,23 @@ def train(flags: Flags, given: set[str]) -> int:
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)  # true if `ended` is true on all
 
+        lr_factor = partial(
+            loop.linear, total=total, warmup_steps=flags.warmup, floor=flags.min_lr / flags.lr
+        )
+        training = loop.train_(
+            replica,
+            optimizers,
+            steps,
+            loss_fn,
+            start=start_step,
+            lr_at=lr_factor,
+            clip=flags.clip or math.inf,
+            dtype=dtype,
+            scaler=scaler,
+            seed=flags.seed,
+            stop=stop_requested,
+            sync_each=flags.strategy == "fsdp",  # gradients, after each micro-batch
+        )
         targets = chardata.num_tokens(val_plan.tokens) - 1  # all tokens but the first
         gc.freeze()  # Never collect what exists now. main() disabled garbage collection.
         gc.enable()
