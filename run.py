@@ -271,8 +271,8 @@ def train(flags: Flags, given: set[str]) -> int:
             check_and_describe, tokens = extra("machine").check_and_describe, tokens_at(total)
             resolved |= check_and_describe(world.device, resolved, total, tokens)
 
-        seed = flags.seed if flags.strategy == "ddp" else None  # None: shard_ computes the weights
-        model = build_model(config, seed)
+        # With the seed None, shard_ computes the weights.
+        model = build_model(config, flags.seed if flags.strategy == "ddp" else None)
         model.checkpoint_activations = flags.checkpoint_activations
         if resolved["compile"]:
             gpt.compile_(model)
