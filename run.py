@@ -264,8 +264,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        # The flags, and what else config.json says of the run.
-        resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}
+        resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}  # for config.json
         dtype, config = getattr(torch, flags.dtype), model_config(resolved)
         with optional:  # for mfu, a memory check, and to compile long runs
             check_and_describe, tokens = extra("machine").check_and_describe, tokens_at(total)
@@ -309,10 +308,8 @@ def train(flags: Flags, given: set[str]) -> int:
             "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
         }
         with usage_errors(f"--out {flags.out}: "):
-            # The lock is held while this name exists.
-            _lock = ddp_setup.wait_together(
-                lambda: rank0 and prepare_folder(flags.out, storage, saved, resolved),
-                world,
+            _lock = ddp_setup.wait_together(  # is held while this name exists
+                lambda: rank0 and prepare_folder(flags.out, storage, saved, resolved), world
             )
             if sharded:
                 storage.check_shared_folder(flags.out)
@@ -401,8 +398,7 @@ def train(flags: Flags, given: set[str]) -> int:
                     chardata.verify_unchanged(corpus)
                     with optional:  # to compare the ranks
                         extra("replicas").verify_replicas(replica, optimizers)
-                    # If the previous save has not ended in time, skip this one.
-                    if may_save := saves_ended():
+                    if may_save := saves_ended():  # otherwise, skip this save
                         state = storage.snapshot(
                             replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
                         )
@@ -421,12 +417,9 @@ def train(flags: Flags, given: set[str]) -> int:
         except Exception:
             wait_for_save(*writing)  # Not saves_ended, because other ranks may have no error.
             raise
-        # The last step of the loop sets may_save, which is false if its save was skipped.
-        if (
-            not may_save
-            or not saves_ended()
-            or ddp_setup.any_rank(bool(writing[0].exception()), world)
-        ):
+        # The last step has set may_save.
+        ended = may_save and saves_ended()
+        if not ended or ddp_setup.any_rank(bool(writing[0].exception()), world):
             raise click.ClickException(f"the checkpoint of step {step} was not written")
     if rank0 and step < total:
         say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
