@@ -394,16 +394,13 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     tokens, block_size, batch_size, _, vocab = plan
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
-    whole = windows * block_size
-    # Divide the whole windows into max_batches batches of about equal size, or fewer because of
-    # rounding. max_batches is a multiple of world_size, so the ranks have similar work. It is just
-    # large enough that no batch has more than batch_size windows. The targets after the last whole
-    # window are an extra batch. max(1, ...) is for data without a whole window.
-    max_batches = max(1, math.ceil(windows / (batch_size * world_size)) * world_size)
-    targets_per_batch = max(1, math.ceil(windows / max_batches) * block_size)
-    # Batch k has the inputs edges[k] to edges[k + 1] - 1. Each target is one position further.
-    edges = sorted({*range(0, whole, targets_per_batch), whole, targets})
-    for begin, end in [*pairwise(edges)][rank::world_size]:
+    # The last rank has at most as many whole windows as the others. It also takes the targets after
+    # the last whole window.
+    first, stop = (math.ceil(windows * r / world_size) * block_size for r in (rank, rank + 1))
+    end = targets if rank == world_size - 1 else stop
+    # A batch has the inputs from one edge to the next. Each target is one position further.
+    edges = sorted({*range(first, stop, batch_size * block_size), stop, end})
+    for begin, end in pairwise(edges):
         row = _to_tensor(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
         width = min(block_size, end - begin)
         yield row[:-1].view(-1, width), row[1:].view(-1, width)
