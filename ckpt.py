@@ -199,10 +199,9 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
     # This import takes 0.5 s.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # If there are no gradients and no state, get_optimizer_state_dict creates the state: it lets
-    # the optimizer do a step with zero gradients and learning rate 0. Its result is not needed. If
-    # each parameter has a state already, that state is returned, because in torch 2.11 such a step
-    # cannot create Adagrad's state.
+    # If there are no gradients and no state, get_optimizer_state_dict creates the state, by the
+    # step that restore_ describes. Its result is not needed. If each parameter has a state already,
+    # that state is returned, because in torch 2.11 such a step cannot create Adagrad's state.
     optimizer.zero_grad()
     if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
         optimizer.state.clear()
@@ -446,8 +445,7 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 def prune(folder: str, keep: int) -> None:
     """Delete the checkpoints that superseded() returns.
 
-    So the `keep` highest steps and the checkpoint with the lowest loss remain. A sharded
-    checkpoint, which is a folder, is not deleted, but set aside: see extras/sharded.py.
+    A sharded checkpoint, which is a folder, is not deleted, but set aside: see extras/sharded.py.
     """
     for entry in superseded(list_checkpoints(folder), keep):
         _remove(folder, entry.name)
@@ -463,7 +461,7 @@ def _remove(folder: str, name: str) -> None:
 
 
 def set_aside(folder: str, name: str) -> None:
-    """Add ".damaged" to a name, so that it is no longer listed. prune() does so with folders."""
+    """Add ".damaged" to a name, so that it is no longer listed."""
     _rename(Path(folder, name), f"{name}.damaged")
 
 
