@@ -180,10 +180,12 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 f"an optimizer has state of {min(unused)} in the checkpoint, but not here: is it "
                 "frozen, or in another optimizer?"
             )
-    # tree_map, because the extra state of a module can be a dict with tensors.
-    model.load_state_dict(
-        {name: tree_map(partial(_receive, like=ours[name]), state["model"][name]) for name in ours}
-    )
+    for name, theirs in state["model"].items():
+        # A module can return the same tensor as extra state each time, so it must not change.
+        like = None if _is_extra(name) else ours[name]
+        # tree_map, because the extra state of a module can be a dict with tensors.
+        ours[name] = tree_map(partial(_receive, like=like), theirs)
+    model.load_state_dict(ours)
 
 
 def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:
@@ -214,22 +216,22 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
 def _receive(value: Any, like: Any) -> Any:
     """Send a value of rank 0 to all ranks. Return it on each.
 
-    Every rank must call this. value: on ranks above 0, tensors are on "meta". like: if it is a
-    tensor with the shape and dtype of the value, the value is copied into it, so it keeps its
-    device, its strides and its sharding. Other tensors, of the extra state of a module, are
-    returned on the CPU.
+    Every rank must call this. value: on ranks above 0, tensors are on "meta". like: a tensor with
+    the shape and dtype of the value, or None for the extra state of a module. The value is copied
+    into `like`, which keeps its device, its strides and its sharding. With None, it is returned on
+    the CPU.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     new = value
     if dist.is_initialized():
         # NCCL cannot broadcast a tensor on the CPU.
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         new = value.new_empty(value.shape, device=device)
         if not value.is_meta:
             new.copy_(value)
         dist.broadcast(new, 0)
-    if _describe(new) != _describe(like):
+    if like is None:
         return new.to("cpu", copy=True)
     if hasattr(like, "placements"):
         # With the source None, no rank sends: each one takes its part of `new`.
@@ -258,22 +260,26 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
     for name in ours | theirs:
         a, b = _kind(name, theirs), _kind(name, ours)
         if a != b:
-            # Of a long list, the first 200 characters are enough.
-            raise ValueError(f"{where}{name} is {a:.200} in the checkpoint, {b:.200} here")
+            # A value in another program's file can be a very long list.
+            raise ValueError(f"{where}{name} is {a:.1000} in the checkpoint, {b:.1000} here")
 
 
 def _kind(name: str, values: State) -> str:
     """Describe the value of `name` in an error, also if it is a list of tensors."""
-    if name in values and f".{name}".endswith("._extra_state"):
+
+    def describe(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{tuple(value.shape)} {value.dtype}"
+        return "missing" if value is None else f"a {type(value).__name__}"
+
+    if name in values and _is_extra(name):
         return "present"
-    return f"{tree_map(_describe, values.get(name))}"
+    return f"{tree_map(describe, values.get(name))}"
 
 
-def _describe(value: Any) -> str:
-    """Return the shape and dtype of a tensor, or the type of another value."""
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {value.dtype}"
-    return "missing" if value is None else f"a {type(value).__name__}"
+def _is_extra(name: str) -> bool:
+    """Return whether a value of a state dict is what get_extra_state() of a module returned."""
+    return f".{name}".endswith("._extra_state")
 
 
 # ----------------------------------------------------------------------------------- state <-> file

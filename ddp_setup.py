@@ -113,7 +113,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         recv and monitored_barrier.
 
     ValueError if the launch variables are wrong. ConnectionError if the ranks cannot connect within
-    the timeout. Every rank with such an error raises it.
+    about the timeout. Every rank with such an error raises it.
 
     If a rank is killed, if its device is not available (ValueError), or if an exception (a subclass
     of Exception) leaves the block, all ranks that still use the group end. One rank reports the
@@ -269,7 +269,8 @@ def _agree_on_run_id(store: dist.Store, world: World) -> str:
     Each rank makes a random word. The word of rank 0 is the id. Each other rank has a queue, into
     which it puts its word. It waits for the reply to it, which is the id, and puts the id into the
     queue, too. Rank 0 replies to each message until it gets the id, because a queue can begin with
-    messages from before a restart.
+    messages from before a restart. Only a store with libuv has queues. That is torch's default on
+    Linux and macOS.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """

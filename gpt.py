@@ -202,7 +202,8 @@ class GPT(nn.Module):
 
     Two attributes can be changed before compile_ and before the model is wrapped. With
     checkpoint_activations = True, the backward pass computes each block again, which saves memory.
-    cross_entropy computes the loss. The function in extras/cross_entropy.py saves memory.
+    cross_entropy computes the loss. A function that replaces it must have the same arguments and
+    result. That in extras/cross_entropy.py saves memory.
     """
 
     def __init__(self, config: Config) -> None:

@@ -364,7 +364,7 @@ def group_batches(
             sums = torch.tensor(
                 [sum(map(count, micro_batches)), len(micro_batches)], dtype=torch.float64
             )
-            if dist.is_initialized() and dist.get_backend() == "nccl":
+            if dist.is_initialized() and "nccl" in dist.get_backend_config():
                 sums = to_device(sums, torch.device("cuda"))
             _sum_over_ranks_(sums)()
             yield micro_batches, to_host(sums)

@@ -227,15 +227,17 @@ def train(flags: Flags, given: set[str]) -> int:
     ):
         # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
         rank0 = world.rank == 0
-        # Ranks with different flags or dtypes would train different runs, so rank 0 decides.
-        flags, given = ddp_setup.from_rank_zero(
-            lambda: (replace(flags, dtype=pick_dtype(flags.dtype, world.device)), given), world
+        # Ranks with different flags or dtypes would train different runs, so all take those of
+        # rank 0, except for --device and --timeout, which are already in use.
+        values, given = ddp_setup.from_rank_zero(
+            lambda: (vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device)}, given), world
         )
+        flags = Flags(**values)
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Only rank 0 has the state to start from; on the other ranks, `state` is {}. `saved` is the
-        # state without its large parts, on all ranks.
+        # Only rank 0 reads the state to start from, which can take long; on the other ranks,
+        # `state` is {}. `saved` is the state without its large parts, on all ranks.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -329,7 +331,7 @@ def train(flags: Flags, given: set[str]) -> int:
         # The latest save of this rank and its deadline. At first, a call that does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
-        def saves_ended() -> bool:
+        def wait_for_saves() -> bool:
             """Wait for the saves of all ranks. Return whether all ended in time."""
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)  # true if `ended` is true on all
@@ -398,7 +400,7 @@ def train(flags: Flags, given: set[str]) -> int:
                     chardata.verify_unchanged(corpus)
                     with optional:  # to compare the ranks
                         extra("replicas").verify_replicas(replica, optimizers)
-                    if may_save := saves_ended():  # otherwise, skip this save
+                    if may_save := wait_for_saves():  # otherwise, skip this save
                         state = storage.snapshot(
                             replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
                         )
@@ -412,13 +414,13 @@ def train(flags: Flags, given: set[str]) -> int:
                 if stopped or last:
                     break
         except FloatingPointError:  # All ranks raise it together.
-            saves_ended()
+            wait_for_saves()
             raise
         except Exception:
-            wait_for_save(*writing)  # Not saves_ended, because other ranks may have no error.
+            wait_for_save(*writing)  # Not wait_for_saves, because other ranks may have no error.
             raise
         # The last step has set may_save.
-        ended = may_save and saves_ended()
+        ended = may_save and wait_for_saves()
         if not ended or ddp_setup.any_rank(bool(writing[0].exception()), world):
             raise click.ClickException(f"the checkpoint of step {step} was not written")
     if rank0 and step < total:
@@ -434,7 +436,7 @@ def train(flags: Flags, given: set[str]) -> int:
 def open_storage(out: str, write_sharded: bool = False) -> Any:
     """Return ckpt.py, or an extra with the same functions for URLs and sharded checkpoints."""
     # The extras call vars(core), so they need the module itself, and not the LazyModule.
-    core = importlib.import_module("ckpt")
+    core = sys.modules[ckpt.newest.__module__]
     if "://" in out:
         return extra("remote").storage(core, write_sharded)
     if write_sharded or any(not e.name.endswith(".pt") for e in core.list_checkpoints(out)):

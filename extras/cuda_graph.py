@@ -19,23 +19,20 @@ import torch
 from torch import Tensor, nn
 
 
-def graph_small_(
-    model: nn.Module, examples: Sequence[Tensor], dtype: torch.dtype, share: float = 0.1
-) -> bool:
+def graph_small_(model: nn.Module, examples: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Call graph_ for a GPT on a CUDA device if the GPT is small, and return whether it is.
 
-    model: of gpt.py. Its attribute `config` has the sizes. If it recomputes activations, it does
-        not count as small.
-    examples: (tokens, targets), both (B, T), on any device. They are copied.
-    share: A GPT needs, in float32, about 80 * (layers * embd + vocab) bytes for each token. It
-        counts as small if that is less than this share of the GPU's memory. This is a rule of
+    model: of gpt.py. Its attribute `config` has the sizes. For each token, it needs about
+        80 * (layers * embd + vocab) bytes, in float32. It counts as small if that is less than a
+        tenth of the GPU's memory, and if it does not recompute activations. This is a rule of
         thumb: in larger models, most kernels take longer than the host needs to start them, and
         the graphs keep much memory.
+    examples: (tokens, targets), both (B, T), on any device. They are copied.
     """
     device, config = next(model.parameters()).device, cast(Any, model.config)
     memory = torch.cuda.get_device_properties(device).total_memory
     needed = 80 * (config.layers * config.embd + config.vocab) * examples[0].numel()
-    small = bool(needed < share * memory and not model.checkpoint_activations)
+    small = bool(needed < memory / 10 and not model.checkpoint_activations)
     if small:
         graph_(model, tuple(x.to(device, copy=True) for x in examples), dtype)
     return small

@@ -49,7 +49,7 @@ def watch(
     if not dist.is_initialized():
         return iter(steps), loss_fn
     times: Times = []
-    cuda = dist.get_backend() == "nccl"
+    cuda = "nccl" in dist.get_backend_config()
 
     def timed_loss(model: nn.Module, batch: Any) -> Any:
         start = now(cuda)
@@ -70,7 +70,7 @@ def compare_ranks(
     factor: float,
 ) -> Iterator[Any]:
     """Yield the steps; before every `every`-th one, compare the times and delete them."""
-    size, cuda = dist.get_world_size(), dist.get_backend() == "nccl"
+    size, cuda = dist.get_world_size(), "nccl" in dist.get_backend_config()
     arriving, slow = torch.ones(2, size), [0] * size
     for number, step in zip(count(1), steps):
         yield step

@@ -272,13 +272,15 @@ def test_ranks_that_cannot_connect_say_so_within_the_timeout():
     run_on_ranks(ranks.fail_to_connect, 2, f"{free_port()}", f"{free_port()}")
 
 
-def test_rank_0_gives_up_if_a_rank_from_before_a_restart_does_not_come_back():
+def test_rank_0_gives_up_if_a_rank_from_before_a_restart_does_not_come_back(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.1))
     store.queue_push("message of rank 1", "a word from before")
-    rank_0 = ddp_setup._in_thread(
-        lambda: ddp_setup._agree_on_run_id(store, ddp_setup.World(0, 0, 2, 2))
-    )
-    with pytest.raises(dist.DistStoreError, match="timeout after 100ms, keys: /message of rank 1"):
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    world = ddp_setup.World(0, 0, 2, 2)
+    rank_0 = ddp_setup._in_thread(lambda: ddp_setup._connect_to_store(world, "here", 0.1))
+    reason = r"\(wait timeout after 100ms, keys: /message of rank 1\)"
+    with pytest.raises(ConnectionError, match=f"not all 2 ranks connected to here {reason}"):
         rank_0.result(20)
 
 

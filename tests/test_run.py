@@ -735,6 +735,16 @@ def test_recomputed_activations_give_the_same_losses_also_with_dropout(done):
     assert losses(done("recomputed")[1]) != losses(done("alone")[1])[:10]
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_only_checkpoint_activations_computes_the_blocks_again(monkeypatch, text, tmp_path, flag):
+    calls, checkpoint = [], gpt.checkpoint
+    monkeypatch.setattr(gpt, "checkpoint", lambda *a, **b: calls.append(a) or checkpoint(*a, **b))
+    sizes = {"layers": 2, "heads": 2, "embd": 16, "block_size": 16, "batch_size": 8}
+    more = {"data": f"{text}", "out": f"{tmp_path}", "steps": 3, "checkpoint_activations": flag}
+    assert program_module.train(program_module.Flags(**sizes, **more), {*sizes, *more}) == 0
+    assert len(calls) == 3 * 2 * flag
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_trains_with_float32_weights(done, dtype):
     ran, out = done(dtype)
@@ -834,6 +844,17 @@ def test_a_run_whose_last_save_fails_or_hangs_says_so_and_has_another_exit_code(
     assert ran.code == 1 and "Done" not in ran.out, ran
     error = "Error: the checkpoint of step 2 was not written"
     assert ran.err == f"Warning: {warning}\n{error}\n", ran
+
+
+def test_a_last_save_that_fails_is_reported_once_for_two_ranks(text, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(FAIL_TO_SAVE.replace("FAIL", "raise OSError('no space')"))
+    flags = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path / "out"]
+    ran = run(*flags, launcher=[*torchrun(2)[:-1], str(program)])
+    assert ran.code == 1 and "Done" not in ran.out, ran
+    assert ran.err.count("not written: no space") == ran.err.count("step 2 was not written") == 1, (
+        ran
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

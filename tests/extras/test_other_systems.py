@@ -76,7 +76,7 @@ class WindowsLibrary:
 
 class MacLibrary(ctypes.CDLL):
     def __getattr__(self, name: str) -> Any:
-        if name in ("prctl", "mallopt"):
+        if name == "mallopt":
             raise AttributeError(f"dlsym: symbol not found: {name}")
         return super().__getattr__(name)
 

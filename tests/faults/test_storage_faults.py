@@ -490,8 +490,7 @@ def test_many_saves_take_no_more_resources_and_keep_the_right_checkpoints(
             loss = chance.choice([None, round(chance.uniform(1, 9), 2)])
             arguments = f"{tmp_path}", make_state(step), step, loss, 3
             kept.append(ThreadPoolExecutor(1).submit(ckpt.save, *arguments).result())
-            with_loss = [entry for entry in kept if entry.loss is not None]
-            best = min(with_loss, key=lambda e: (e.loss, -e.step), default=kept[-1])
+            best = min(kept, key=lambda e: (e.loss, -e.step))
             kept = [entry for entry in kept if entry in kept[-3:] or entry == best]
             assert sorted(os.listdir(tmp_path)) == sorted(entry.name for entry in kept)
             if step % 50 == 0:
