@@ -24,11 +24,11 @@ of each future: it raises the error of the save. For training on a CPU, give the
 initializer=torch.set_num_threads and initargs=(1,). Otherwise its thread starts more OpenMP
 threads, there are more threads than CPUs, and the training gets slower.
 
-If a function raises on rank 0 only, the others wait in their next collective until rank 0 ends or
-the timeout is over. If all ranks call from_rank_zero() of ddp_setup.py, it calls a function on rank
-0, and raises its ValueError or OSError on all ranks. Do not catch an exception of another type on
-rank 0, such as NotImplementedError for a sharded checkpoint: rank 0 must end, so that the others
-stop waiting.
+If a function raises on rank 0 only, the other ranks wait in their next collective until rank 0 ends
+or the timeout expires. from_rank_zero() of ddp_setup.py avoids that: all ranks call it with a
+function, which it calls on rank 0. If this function raises ValueError or OSError, all ranks raise
+it. After another exception, such as NotImplementedError for a sharded checkpoint, rank 0 must end,
+so that the others stop waiting: do not catch it.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. A program without this module can read it with
@@ -92,9 +92,9 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
     Every rank must call this. In a process group, ranks above 0 get {}. The names are those of the
-    model without its wrappers: see unwrap. An optimizer without a state becomes {}. restore_ does
-    not use the saved "param_groups". The copies share no memory with the model, so training can
-    continue at once.
+    model without its wrappers: see unwrap. An optimizer without a state becomes {}. "param_groups"
+    is for other programs; restore_ does not use it. The copies share no memory with the model, so
+    training can continue at once.
 
     model: for several models, as in a GAN, pass nn.ModuleDict({"g": g, "d": d}) without wrappers.
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
@@ -104,6 +104,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     model = unwrap(model)
     names = _parameter_names(model, optimizers)
     state = {
+        # With keep_vars, both names of a tied weight have the same tensor object.
         "model": dict(model.state_dict(keep_vars=True)),
         "optimizers": [
             {
@@ -138,13 +139,13 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     {"model": state["model"]} and no optimizers. Settings, such as the learning rate,
     stay as they are now. Gradients of the optimizers' parameters are deleted. `state` is not
     changed, and shares no memory with the model and the optimizers. Unfreeze parameters before this
-    call, because only parameters that are trained get a state. Do not use this for SparseAdam,
-    LBFGS, optimizers with state in their param_groups, such as Prodigy, and optimizers whose state
-    gets other names or shapes during the training.
+    call, because only parameters that are trained get a state. Not supported are SparseAdam, LBFGS,
+    optimizers that keep state in param_groups (Prodigy), and optimizers whose state changes its
+    names or shapes during the training.
 
     ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
-    model does not have. The model is then unchanged, but gradients may be deleted, and an optimizer
-    may have no state, or the saved state.
+    model does not have. The model is then unchanged, but not the optimizers: gradients may be
+    deleted, and each optimizer may have its present state, no state, or the saved state.
 
     To check names and shapes, restore_ needs a state of each optimizer. If a parameter has no state
     yet, torch creates the states by a step with zero gradients and learning rate 0. This step calls
@@ -167,9 +168,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
     for optimizer, theirs in zip(optimizers, saved):
-        initial = _reset_(model, optimizer)
+        templates = _reset_(model, optimizer)
         unused = dict(theirs.get("state", {}))
-        for parameter, template in initial.items():
+        for parameter, template in templates.items():
             if values := unused.pop(names[parameter], {}):
                 where = f"optimizer state of {names[parameter]}: "
                 # A fused optimizer does not check shapes. With wrong ones, it computes nonsense.
@@ -180,12 +181,13 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 f"an optimizer has state of {min(unused)} in the checkpoint, but not here: is it "
                 "frozen, or in another optimizer?"
             )
-    for name, theirs in state["model"].items():
-        # A module can return the same tensor as extra state each time, so it must not change.
+    for name, value in state["model"].items():
+        # The tensors of `ours` are those of the model, and get the saved values. But extra state
+        # can have another shape, and the module may still use it, so it is received as a new value.
         like = None if _is_extra(name) else ours[name]
         # tree_map, because the extra state of a module can be a dict with tensors.
-        ours[name] = tree_map(partial(_receive, like=like), theirs)
-    model.load_state_dict(ours)
+        ours[name] = tree_map(partial(_receive, like=like), value)
+    model.load_state_dict(ours)  # for extra state, and for what modules do when they load
 
 
 def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:
@@ -197,13 +199,13 @@ def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
 
 
 def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
-    """Delete an optimizer's state and gradients. Return a state that shows its names and shapes."""
-    # This import takes 0.5 s.
+    """Delete an optimizer's state and gradients. Return an example of its state."""
+    # This import takes 0.5 s, so it is not at the top of the file.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # If there are no gradients and no state, get_optimizer_state_dict creates the state, by the
-    # step that restore_ describes. Its result is not needed. If each parameter has a state already,
-    # that state is returned, because in torch 2.11 such a step cannot create Adagrad's state.
+    # get_optimizer_state_dict is called only because it creates the state of an optimizer that has
+    # no gradients and no state, by the step that restore_ describes. If each parameter has a state
+    # already, this state is the example: in torch 2.11, the step cannot create Adagrad's state.
     optimizer.zero_grad()
     if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
         optimizer.state.clear()
@@ -214,12 +216,12 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
 
 
 def _receive(value: Any, like: Any) -> Any:
-    """Send a value of rank 0 to all ranks. Return it on each.
+    """Copy a value of rank 0 into the tensor `like` on each rank, and return `like`.
 
-    Every rank must call this. value: on ranks above 0, tensors are on "meta". like: a tensor with
-    the shape and dtype of the value, or None for the extra state of a module. The value is copied
-    into `like`, which keeps its device, its strides and its sharding. With None, it is returned on
-    the CPU.
+    Every rank must call this. value: on ranks above 0, tensors are on "meta". like: has the shape
+    and dtype of the value, and keeps its device, its strides and its sharding. With None, for extra
+    state of a module, a new tensor on the CPU is returned. A value that is not a tensor is
+    returned as a copy: all ranks have it already.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
@@ -265,7 +267,7 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
 
 
 def _kind(name: str, values: State) -> str:
-    """Describe the value of `name` in an error, also if it is a list of tensors."""
+    """Describe the value of `name`, to compare it and for an error. Optimizers can have lists."""
 
     def describe(value: Any) -> str:
         if isinstance(value, Tensor):
@@ -291,9 +293,9 @@ def save(
     """Write a checkpoint. When this returns, the file is complete and survives a power failure.
 
     state: what snapshot() returned on rank 0. step: number of finished steps. A checkpoint of the
-    same step is replaced, also the best one. loss: the validation loss. keep: if given,
-    prune(folder, keep) follows. If the folder has checkpoints with higher steps, prune() can delete
-    the new one at once. Damaged checkpoints count too, until set_aside().
+    same step is replaced, also if it has the lowest loss. loss: the validation loss. keep: if
+    given, prune(folder, keep) follows. If the folder has checkpoints with higher steps, prune() can
+    delete the new one at once. Damaged checkpoints count too, until set_aside().
 
     ValueError if load() would refuse the file, for example because of NaN. No file is then left.
     ValueError also if keep < 1, after the file was written. After an error in writing, the earlier
@@ -435,7 +437,7 @@ def newest(
 
 
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
-    """Return all entries but those with the `keep` highest steps and the lowest loss.
+    """Return the entries to delete: all but the `keep` highest steps and that with the lowest loss.
 
     `entries` must be in the order of steps. If several share the lowest loss, the one with the
     highest step counts as the best. Losses are compared with four decimals, as in the names.

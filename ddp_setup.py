@@ -232,8 +232,8 @@ def _select_device(name: str, world: World) -> World:
 def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     """Return how many CPUs this process may use, at least 1.
 
-    This is the number in its CPU affinity, or the CPU quota of the container (of version 2 of
-    cgroups) if that is lower.
+    This is the number in its CPU affinity, or the CPU quota of the container if that is lower. A
+    quota of version 1 of cgroups is not read.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Without a quota, there is no file, or it contains "max".

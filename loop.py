@@ -9,8 +9,6 @@
     for step, report in train_(model, [optimizer], steps, loss_fn, lr_at=lr_at):
         if step % 10 == 0:
             print(step, float(report.loss))
-        if report.stop:
-            break
 
 The loss function returns the sum of the losses in a micro-batch, not their mean, and the count of
 these losses (rows or tokens). The global batch of a step is all micro-batches of all ranks. Each
@@ -88,22 +86,24 @@ def train_(
     model.train() at the start.
 
     start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
-        only when `steps` ends. If your loop ends with break at step `total`, check that start is
-        below `total`: the loop can break only after a step.
+        only when `steps` ends. If your loop ends with break at a last step, check before that
+        `start` is below it: the loop can break only after a step.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
-        the global batch, or 0 on a rank that has no data left. A rank without data passes a
-        substitute, for example an earlier micro-batch. The substitute is not part of the global
-        batch: its loss gets the weight 0. Loss and gradient of the substitute must be finite,
-        because 0 * inf is NaN. It changes BatchNorm statistics. Parameters that only substitutes
-        use get a gradient of 0 instead of None, so weight decay and momentum change them. All ranks
-        need the same number of steps. The ranks may have different numbers of micro-batches in a
-        step, also with DDP, unless layers of the model communicate, as SyncBatchNorm does.
+        the global batch, or 0 on a rank that has no data left. All ranks need the same number of
+        steps. The ranks may have different numbers of micro-batches in a step, also with DDP,
+        unless layers of the model communicate, as SyncBatchNorm does.
+        A rank without data passes a substitute, for example an earlier micro-batch. A substitute
+        is not part of the global batch: its loss gets the weight 0. But it passes through the
+        model, so it changes BatchNorm statistics, and its loss and gradient must be finite, because
+        0 * inf is NaN. A parameter that is used only by substitutes gets a gradient of 0 instead of
+        None, so weight decay and momentum change it.
     loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
     lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
         becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
-        None, train_ leaves "lr" to the caller, for example to a torch scheduler. A new scheduler
-        sets each "lr" to its first value. So to resume, create the scheduler, load its state, and
-        then copy its get_last_lr() into each "lr", as extras/tutorial/scheduler.py does. OneCycleLR
+        None, train_ leaves "lr" to the caller, for example to a torch scheduler. Creating a
+        scheduler overwrites each "lr", and loading the scheduler's state does not undo that. So to
+        resume, create the scheduler, load its state, and then copy its get_last_lr() into each
+        "lr", as extras/tutorial/scheduler.py does. OneCycleLR
         and CyclicLR also change the momentum, which get_last_lr() does not return: switch this off
         with cycle_momentum=False.
     clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers. With
@@ -114,7 +114,7 @@ def train_(
         in a resumed run. After the step, the generators of CPU and CUDA are as before, so `seed`
         does not affect the shuffling of a DataLoader.
     stop: is called once per step. If it returns true on any rank, report.stop is true on all.
-    patience: train_ raises Diverged after this number of bad steps in a row, at least 1. Each call
+    patience: at least 1. train_ raises Diverged after this number of bad steps in a row. Each call
         of train_ counts from 0. In a bad step, the loss or the gradient norm is not finite, for
         example after an overflow in float16. A bad step changes no weight and no optimizer state on
         any rank. But it changes buffers: BatchNorm statistics can become NaN, and stay NaN until
@@ -126,18 +126,19 @@ def train_(
 
     ValueError before an update: the model is not wrapped, clip is not above 0, or a step has no
     micro-batch.
-    ValueError after a wrong update, so discard the model, in two cases. The declared count is not
-    what loss_fn counted (checked on ranks that do not declare 0). Or the gradient norm was not the
-    same on all ranks, because loss_fn does not use the model that it is given. The norm is checked
-    in the next step, so the norm of the last step is not checked.
+    ValueError after a wrong update (discard the model):
+    - The declared count is not what loss_fn counted. Ranks that declare 0 do not check this.
+    - The gradient norm was not the same on all ranks, because loss_fn does not use the model that
+      it is given. The norm is checked in the next step, so that of the last step is not checked.
 
     If an error is raised on some ranks only, the others wait in a collective until the processes of
     these ranks end, or until the timeout of the process group.
 
-    On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step later, the
-    check of a norm two steps after its own. A request to stop in the last step is not reported.
+    On CUDA, so that the host need not wait for the device, report.stop, Diverged and the ValueError
+    after a wrong update come one step later. A request to stop in the last step is not reported.
     Errors of the last step are raised when `steps` ends, so a caller that uses break does not get
-    them. An optimizer without fused=True, or without state, makes the host wait in each step.
+    them. The host waits in each step for an optimizer that is not fused or has no state, such as
+    SGD without momentum.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -150,12 +151,13 @@ def train_(
     if not clip > 0:
         raise ValueError(f"clip is {clip}; must be above 0, and math.inf for no clipping")
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
-    skipped = in_a_row = previous = torch.zeros((), device=device)
+    skipped = in_a_row = previous_norm = torch.zeros((), device=device)
     # A queue of checks (see _read_flags), one per step. On CUDA, the queue begins with a check that
-    # does nothing, so each step calls the check of the step before. Otherwise it calls its own.
-    unread: list[Callable[[], bool]] = [lambda: False] if _reads_late(device) else []
+    # does nothing, so each step calls the check of the step before. On other devices, each step
+    # calls its own check.
+    checks: list[Callable[[], bool]] = [lambda: False] if _reads_late(device) else []
     model.train()
-    for step, (batches, total) in enumerate(steps, start):
+    for step, (batches, declared) in enumerate(steps, start):
         if lr_at:
             # float(), because a checkpoint with a NumPy number could not be loaded with
             # weights_only=True.
@@ -167,12 +169,12 @@ def train_(
             raise ValueError(
                 "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
             )
-        weight = world_size / total if total else 0.0
+        weight = world_size / declared if declared else 0.0
         # (loss sum, count, whether to stop, norm of the step before); later the sums of all ranks
         sums = torch.zeros(4, dtype=accumulator_dtype(device), device=device)
         # `sums[2] = stop()` would wait for a CUDA device.
         sums[2].fill_(stop())
-        sums[3] = previous
+        sums[3] = previous_norm
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _seed(device, seed, step, rank)
             for i, batch in enumerate(batches, 1):
@@ -188,21 +190,23 @@ def train_(
                     scaler.scale(loss_sum * weight).backward()
             wait()
             # DDP raises RuntimeError here, before the update, if it has synchronised only some
-            # gradients. Other models do not have this method. For them, bool() does nothing.
-            getattr(model, "_check_reducer_finalized", bool)()
+            # gradients.
+            getattr(model, "_check_reducer_finalized", lambda: None)()
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
-        # The check of the norm allows 0.1 %, because different hardware rounds differently.
-        differ = (sums[3] / world_size - previous).abs() > 1e-3 * previous
-        # Comparisons with NaN are false. With 0 in its place, a NaN on one rank only is found.
-        previous = norm.nan_to_num(0.0, 0.0)
+        # Was the norm of the step before not the mean of the ranks' norms? The check allows 0.1 %,
+        # because different hardware rounds differently.
+        differ = (sums[3] / world_size - previous_norm).abs() > 1e-3 * previous_norm
+        # A comparison with NaN is false, so NaN on one rank would not be noticed, but 0 is.
+        previous_norm = norm.nan_to_num(0.0, 0.0)
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
         read = to_host(torch.stack([*sums[1:3], in_a_row, differ]))
-        unread.append(partial(_read_flags, read, step + 1, total, patience))
-        yield step + 1, Report(loss, norm, sums[1], skipped, unread.pop(0)())
-    for read_flags in unread:
-        read_flags()
+        checks.append(partial(_read_flags, read, step + 1, declared, patience))
+        stopping = checks.pop(0)()  # or raise an error
+        yield step + 1, Report(loss, norm, sums[1], skipped, stopping)
+    for check in checks:
+        check()
 
 
 def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool:
@@ -233,7 +237,10 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
 
 
 def _reads_late(device: torch.device) -> bool:
-    """Return whether the host reads flags one step, or one round of an evaluation, late."""
+    """Return whether the host reads flags one step, or one round of an evaluation, late.
+
+    On CUDA, it would otherwise wait for the device in each step.
+    """
     return device.type == "cuda"
 
 
@@ -259,8 +266,9 @@ def _update_(
         norm = norm.full_tensor()
     finite = norm.isfinite() & loss.isfinite()
     for optimizer in optimizers:
-        # A fused optimizer can skip the update on the device, so that the host need not wait. But
-        # if fused SGD skipped its first step there, its momentum buffer would not be initialised.
+        # Not scaler.step(), because it does not look at the loss. A fused optimizer can skip the
+        # update on the device, so that the host need not wait. But if fused SGD skipped its first
+        # step on the device, when it has no state yet, its momentum would not be initialised.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
@@ -286,10 +294,9 @@ def evaluate(
 
     It is NaN if no rank has a batch. All ranks must call this function. Their numbers of batches
     may differ or be 0. With FSDP2 they must be equal: see pad_batches in extras/fsdp.py.
-    stop: In each round, evaluate calls stop() and then evaluates one batch, on each rank that has a
-        batch left. The rounds end with one in which no rank has a batch (on CUDA with two). So all
-        ranks call stop() equally often. If it returns true on any rank, all ranks return None, but
-        the call in the last round on CUDA has no effect.
+    stop: All ranks do the same number of rounds, until no rank has a batch. In each round, each
+        rank calls stop() once and then evaluates a batch, if it has one. If stop() returns true on
+        any rank, all ranks return None. On CUDA, there is one more round, whose stop() is ignored.
 
     evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, loss_fn
     gets the module inside DDP, and rank 0 first sends its buffers to all ranks, unless
@@ -313,10 +320,10 @@ def evaluate(
     unread = [lambda: [1.0, 0.0]] if _reads_late(device) else []
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. The zeros give these
-            # flags another size than the sums in train_ (4) and group_batches (2). So if by mistake
-            # some ranks call evaluate while others call train_, they fail, or wait until the
-            # timeout. With equal sizes, gloo would add these flags to the sums of train_.
+            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. Because of the
+            # zeros, these flags have another size than the sums in train_ (4) and group_batches
+            # (2). If by mistake some ranks call evaluate while others call train_, they fail, or
+            # wait until the timeout. With equal sizes, gloo would add the flags to those sums.
             flags = sums.new_zeros(5)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -353,8 +360,8 @@ def group_batches(
 
     group_batches reads one step ahead, so the saved state of a loader would be one step too far. To
     resume, do not use such a state. Make a loader that gives the same batches in the same order,
-    and skip the finished steps: islice(group_batches(...), start, None). If all counts are above 0,
-    it is faster to skip start * accum batches of the loader, before group_batches.
+    and skip the finished steps: islice(group_batches(...), start, None). If all counts are above 0
+    and each rank has a batch afterwards, it is faster to skip start * accum batches of the loader.
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:
@@ -364,6 +371,7 @@ def group_batches(
             sums = torch.tensor(
                 [sum(map(count, micro_batches)), len(micro_batches)], dtype=torch.float64
             )
+            # NCCL cannot sum tensors on the CPU.
             if dist.is_initialized() and "nccl" in dist.get_backend_config():
                 sums = to_device(sums, torch.device("cuda"))
             _sum_over_ranks_(sums)()
@@ -433,14 +441,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
         # On MPS, a non-blocking copy can read memory that was freed (PyTorch issue 189690).
         return value.to(device, non_blocking=device.type == "cuda")
 
+    # is_leaf, because tree_map would divide a PackedSequence, which is a tuple too.
     return tree_map_only(movable, move, batch, is_leaf=movable)
 
 
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
     """Return the factor for the learning rate in a step: linear warm-up, then linear decay.
 
-    step: from 0 on. The last step is total - 1. If total > warmup_steps, the factor is
-        `floor` at step == total.
+    step: from 0 to total - 1. The decay would reach `floor` at step == total, if total is more than
+        warmup_steps.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))

@@ -64,7 +64,7 @@ def extra(name: str) -> ModuleType:
         raise FileNotFoundError(f"this needs extras/{name}.py: {error}") from error
 
 
-# Around a call of extra(): if the file is missing, the rest of the `with` block is left out.
+# Around a call of extra(): after a FileNotFoundError, the rest of the `with` block is left out.
 optional = suppress(FileNotFoundError)
 
 if TYPE_CHECKING:
@@ -236,8 +236,9 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Only rank 0 reads the state to start from, which can take long; on the other ranks,
-        # `state` is {}. `saved` is the state without its large parts, on all ranks.
+        # wait_together: each rank calls its own function and gets its own result, and all wait for
+        # the slowest. Only rank 0 reads the state to start from; on the others, `state` is {}.
+        # `saved` is the state without its large parts, on all ranks.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -269,10 +270,11 @@ def train(flags: Flags, given: set[str]) -> int:
         resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}  # for config.json
         dtype, config = getattr(torch, flags.dtype), model_config(resolved)
         with optional:  # for mfu, a memory check, and to compile long runs
-            check_and_describe, tokens = extra("machine").check_and_describe, tokens_at(total)
-            resolved |= check_and_describe(world.device, resolved, total, tokens)
+            machine, tokens = extra("machine"), tokens_at(total)
+            resolved |= machine.check_and_describe(world.device, resolved, total, tokens)
 
-        # With the seed None, shard_ computes the weights.
+        # With the seed None, the model has no weights yet: shard_ below computes each rank's part.
+        # `replica` will be a wrapper with the same parameters, or for zero and fsdp the model.
         model = build_model(config, flags.seed if flags.strategy == "ddp" else None)
         model.checkpoint_activations = flags.checkpoint_activations
         if resolved["compile"]:
@@ -282,7 +284,8 @@ def train(flags: Flags, given: set[str]) -> int:
             if world.device.type == "cuda" and flags.accum == 1:
                 with optional:  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
-                    (batch,), _ = next(steps_from(start=0))  # the only micro-batch of step 0
+                    # The only micro-batch of step 0; its shape is that of later ones.
+                    (batch,), _ = next(steps_from(start=0))
                     resolved["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
             replica = ddp_setup.replicate(model, world)
             with optional:  # to name a slow rank
@@ -298,7 +301,8 @@ def train(flags: Flags, given: set[str]) -> int:
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
             with usage_errors(f"{saved['name']}: "):
-                storage.restore_(state, replica, optimizers)  # but not settings, such as lr
+                # Rank 0 sends `state` to the others, but not settings such as the learning rate.
+                storage.restore_(state, replica, optimizers)
             if saved.get("scaler"):  # only after a run in float16
                 scaler.load_state_dict(saved["scaler"])
         del state  # frees the memory of the checkpoint
@@ -324,8 +328,8 @@ def train(flags: Flags, given: set[str]) -> int:
                 f"{flags.dtype}, steps {start_step + 1} to {total} (set by {limit}), {where} "
                 f"{flags.out}"
             )
-        # The thread that saves gets one OpenMP thread: see ckpt.py. Threads that have not asked for
-        # their number yet would get one too, so the main thread asks here.
+        # The thread that saves gets one OpenMP thread: see ckpt.py. set_num_threads(1) would also
+        # apply to the main thread if that had not called get_num_threads() before.
         torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         # The latest save of this rank and its deadline. At first, a call that does nothing.
@@ -333,8 +337,9 @@ def train(flags: Flags, given: set[str]) -> int:
 
         def wait_for_saves() -> bool:
             """Wait for the saves of all ranks. Return whether all ended in time."""
+            # A rank may wait for --timeout here, which any_rank alone would not allow.
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
-            return not ddp_setup.any_rank(not ended, world)  # true if `ended` is true on all
+            return not ddp_setup.any_rank(not ended, world)
 
         lr_factor = partial(
             loop.linear, total=total, warmup_steps=flags.warmup, floor=flags.min_lr / flags.lr
@@ -385,8 +390,9 @@ def train(flags: Flags, given: set[str]) -> int:
                 # A step whose loss or gradient is not finite changes no weight. If such steps
                 # repeat, their checkpoints would be equal, and --keep would delete older ones.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # On rank 0, float() or isfinite() above has waited for the device if an evaluation
-                # or a save follows. So the time after paused_at contains no training.
+                # The time after paused_at contains no training: rank 0 has waited for the device in
+                # float() if an evaluation or the last save follows, else in isfinite() if a save is
+                # due.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -616,8 +622,8 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     """
     step, rejected = saved.get("step", 0), saved.get("rejected", {})
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
-    # A new run must not overwrite files of another program. A config.json that was written here
-    # contains the name of the flag --val-fraction.
+    # A new run must not overwrite files of another program. Only a config.json of this program has
+    # a "val_fraction".
     if (old or metrics) and '"val_fraction"' not in old and not step:
         raise ValueError("this program did not write its metrics.jsonl or config.json")
     storage.make_folder(out)
@@ -628,7 +634,8 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     for name, reason in rejected.items():
         storage.set_aside(out, name)
         warn(f"{name}: {reason}; set aside, continuing from step {step}")
-    # Keep complete records up to this step. A crash can have cut off the last line.
+    # Keep records up to this step. Each begins with the step and has no other braces. A crash can
+    # have cut off a line.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     kept = (line[0] for line in re.finditer(pattern, metrics) if int(line[1]) <= step)
     storage.write_text(out, "metrics.jsonl", "".join(kept))
@@ -672,7 +679,7 @@ warn_once = cache(warn)  # prints each text once
 
 
 def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
-    """Append a record and the time to metrics.jsonl. NaN and infinity become null."""
+    """Append a record of numbers, and the time, to metrics.jsonl. NaN and infinity become null."""
     record["time"] = round(time.time(), 3)
     finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
     try:
