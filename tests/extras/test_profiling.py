@@ -38,7 +38,7 @@ def test_the_line_of_the_docstring_traces_a_training_of_the_program(text, tmp_pa
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
     line = re.search(r"training = extra.*", profiling.__doc__)[0]
     program = (tmp_path / "run.py").read_text()
-    place = "        constants = "
+    place = "        gc.freeze()"
     assert program.count(place) == 1
     (tmp_path / "run.py").write_text(program.replace(place, f"        {line}\n{place}"))
     flags = [*TINY, "--data", text, "--out", tmp_path / "out"]
