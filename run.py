@@ -284,7 +284,7 @@ def train(flags: Flags, given: set[str]) -> int:
             if world.device.type == "cuda" and flags.accum == 1:
                 with optional:  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
-                    # The only micro-batch of step 0; its shape is that of later ones.
+                    # The only micro-batch of step 0; most later ones have its shape.
                     (batch,), _ = next(steps_from(start=0))
                     resolved["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
             replica = ddp_setup.replicate(model, world)
@@ -295,6 +295,8 @@ def train(flags: Flags, given: set[str]) -> int:
             replica = extra("fsdp").shard_(
                 model, world.size, world.device, [*model.blocks], flags.strategy, weight
             )
+        # fsdp gathers the weights in each micro-batch, so all ranks need the same number of
+        # micro-batches. In training, zero gathers them only once per step.
         if flags.strategy == "fsdp":
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
@@ -561,7 +563,8 @@ def validate(
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
     loss_fn = gpt.loss
     batches = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-    # In an evaluation, both zero and fsdp need the same number of batches on all ranks.
+    # In an evaluation, both zero and fsdp gather the weights for each batch, so all ranks need the
+    # same number of batches.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, getattr(torch, flags.dtype), stop=stop)

@@ -390,6 +390,25 @@ def test_an_optimizer_with_a_parameter_of_another_model_is_an_error():
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
+class WithConstant(torch.nn.Linear):
+    """Its extra state is always the same tensor, which overlaps in memory."""
+
+    constant, received = torch.zeros(1).expand(3), None
+
+    def get_extra_state(self):
+        return self.constant
+
+    def set_extra_state(self, state):
+        self.received = state
+
+
+def test_restore_does_not_change_the_tensor_that_a_module_returned_as_extra_state():
+    model = WithConstant(2, 2)
+    saved = {**model.state_dict(), "_extra_state": torch.ones(3)}
+    ckpt.restore_({"model": saved}, model, [])
+    assert model.received.tolist() == [1.0] * 3 and model.constant.tolist() == [0.0] * 3
+
+
 def test_an_empty_state_changes_nothing(trained_before):
     model, optimizers = trained() if trained_before else build()
     before = copy.deepcopy(everything(model, optimizers))

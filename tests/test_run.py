@@ -735,6 +735,14 @@ def test_recomputed_activations_give_the_same_losses_also_with_dropout(done):
     assert losses(done("recomputed")[1]) != losses(done("alone")[1])[:10]
 
 
+def test_two_ranks_can_run_under_a_profiler(text, tmp_path):
+    """There, the module __main__ is that of the profiler, so no class of run.py can be pickled."""
+    profiler = ["-m", "cProfile", "-o", "/dev/null", "run.py"]
+    flags = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path]
+    ran = run(*flags, launcher=[*torchrun(2)[:-1], *profiler])
+    assert ran.code == 0 and "Done: 2 steps" in ran.out, ran
+
+
 @pytest.mark.parametrize("flag", [False, True])
 def test_only_checkpoint_activations_computes_the_blocks_again(monkeypatch, text, tmp_path, flag):
     calls, checkpoint = [], gpt.checkpoint
