@@ -389,7 +389,6 @@ def test_an_optimizer_with_a_parameter_of_another_model_is_an_error():
     assert same(everything(model, optimizers), before)
 
 
-@pytest.mark.parametrize("trained_before", [False, True])
 class WithConstant(torch.nn.Linear):
     """Its extra state is always the same tensor, which overlaps in memory."""
 
@@ -409,6 +408,7 @@ def test_restore_does_not_change_the_tensor_that_a_module_returned_as_extra_stat
     assert model.received.tolist() == [1.0] * 3 and model.constant.tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("trained_before", [False, True])
 def test_an_empty_state_changes_nothing(trained_before):
     model, optimizers = trained() if trained_before else build()
     before = copy.deepcopy(everything(model, optimizers))
