@@ -19,6 +19,7 @@ vocabulary, and S keys. In training, S = T. In sampling, S also counts the cache
 
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -179,8 +180,7 @@ class Block(nn.Module):
 
 def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
     """Return the input (B, T, C) of the first block. tokens and start: see GPT.forward."""
-    config, kind = model.config, tokens.device.type
-    n = ARCHS[config.arch].look_back
+    n = ARCHS[model.config.arch].look_back
     # e (B, n + T, C): the embeddings of the last n + T tokens, with zeros before the first token.
     e = F.pad(model.embedding(tokens), (0, 0, n, 0))[:, start:]
     x = e[:, n:]
@@ -189,7 +189,8 @@ def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
         x = x + e[:, n - i : -i] * model.look_back[:, i - 1]
     if model.positions:
         x = x + model.positions.weight[start : tokens.shape[1]]
-    x = F.dropout(x, config.dropout, model.training)
+    x = F.dropout(x, model.config.dropout, model.training)
+    kind = tokens.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
         # Autocast would keep the residual stream in float32, which takes twice the memory. For
         # float16 that is right, because the stream could overflow.
@@ -280,9 +281,10 @@ def build(config: Config, seed: int | None) -> GPT:
         model = GPT(config)
     if seed is not None:
         for name, parameter in model.named_parameters():
-            weight = initial_weight(config, seed, name, parameter.shape)
-            # This keeps the parameter object, so a tied head stays tied.
-            torch.utils.swap_tensors(parameter, nn.Parameter(weight))
+            # swap_tensors keeps the parameter object, so a tied head stays tied.
+            torch.utils.swap_tensors(
+                parameter, nn.Parameter(initial_weight(config, seed, name, parameter.shape))
+            )
     return model
 
 
@@ -293,8 +295,7 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
     shape: of the whole parameter, also if this process holds only a part of it.
     """
     # The weights of norms are ones, and biases are zeros. Matrices are drawn below.
-    ones = name.endswith("weight")
-    weight = torch.full(shape, float(ones), dtype=torch.float32, device="cpu")
+    weight = torch.full(shape, float(name.endswith("weight")), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         arch = ARCHS[config.arch]
         std = 0.02
@@ -348,15 +349,15 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
 
     "matrices" are the weights of linear layers in the blocks. "embeddings" are the weights of the
     token and position embeddings, of the convolution and of the output layer. "vectors" are biases
-    and norm weights. A group can be empty.
+    and norm weights. The result has no item for an empty group, but groups["vectors"] is then [].
     Pass the GPT itself. In a wrapper such as DistributedDataParallel, the names do not begin with
     "blocks.", so every matrix would be in "embeddings".
     """
-    kinds: dict[str, list[nn.Parameter]] = {"embeddings": [], "matrices": [], "vectors": []}
+    groups: dict[str, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         kind = "matrices" if name.startswith("blocks.") else "embeddings"
-        kinds["vectors" if parameter.ndim < 2 else kind].append(parameter)
-    return kinds
+        groups["vectors" if parameter.ndim < 2 else kind].append(parameter)
+    return groups
 
 
 @torch.no_grad()

@@ -602,7 +602,6 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
     settings = [
         {"params": parameters, "weight_decay": 0.0 if name == "vectors" else decay}
         for name, parameters in groups.items()
-        if parameters
     ]
     return [torch.optim.AdamW(settings, lr, (0.9, 0.95), fused=True), *muon]
 
