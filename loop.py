@@ -111,8 +111,8 @@ def train_(
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
     seed: each step seeds torch's random generators from (seed, step, rank), so dropout is the same
-        in a resumed run. After the step, the generators of CPU and CUDA are as before, so `seed`
-        does not affect the shuffling of a DataLoader.
+        in a resumed run. After the step, the generators of the CPU and of the model's GPU are as
+        before, so `seed` does not affect the shuffling of a DataLoader.
     stop: is called once per step. If it returns true on any rank, report.stop is true on all.
     patience: at least 1. train_ raises Diverged after this number of bad steps in a row. Each call
         of train_ counts from 0. In a bad step, the loss or the gradient norm is not finite, for

@@ -80,7 +80,7 @@ else:
     ddp_setup, torch, chardata, gpt, loop, ckpt = map(LazyModule, names.split())
 
 __version__ = "0.2.0"
-DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is Ctrl-C
+DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is a second Ctrl-C
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 DATA_ADVICE = "; give the --data that the run had, or none if it had none; or name another --out"
@@ -455,8 +455,8 @@ def open_storage(out: str, write_sharded: bool = False) -> Any:
 def find_checkpoint(out: str, storage: ModuleType) -> Values:
     """Return the newest checkpoint that is not damaged; {} if there is no checkpoint.
 
-    Its value "rejected" is {name: reason} for newer, damaged checkpoints. ValueError: all are
-    damaged.
+    Its value "rejected" is {name: reason} for newer, damaged checkpoints. ValueError if all are
+    damaged, or if another program wrote it.
     """
     found, rejected = storage.newest(out)
     if not found:
