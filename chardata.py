@@ -62,7 +62,7 @@ class BatchPlan(NamedTuple):
     """Which windows make up each global batch.
 
     All ranks must have equal plans, and a run must resume with the plan with which it began.
-    Nothing checks this: if any field but vocab differs, the global batches differ, without an error.
+    Nothing checks this: if any field but vocab differs, so do the global batches, without an error.
     """
 
     tokens: Tokens

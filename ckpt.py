@@ -24,11 +24,12 @@ of each future: it raises the error of the save. For training on a CPU, give the
 initializer=torch.set_num_threads and initargs=(1,). Otherwise its thread starts more OpenMP
 threads, there are more threads than CPUs, and the training gets slower.
 
-If a function raises on rank 0 only, the other ranks wait in their next collective until rank 0 ends
-or the timeout expires. from_rank_zero() of ddp_setup.py avoids that: all ranks call it with a
-function, which it calls on rank 0. If this function raises ValueError or OSError, all ranks raise
-it. After another exception, such as NotImplementedError for a sharded checkpoint, rank 0 must end,
-so that the others stop waiting: do not catch it.
+If one of these calls raises on rank 0 only, the other ranks wait in their next collective until
+rank 0 ends or the timeout expires. So with several ranks, use from_rank_zero() of ddp_setup.py, as
+extras/tutorial/4_checkpoints.py does. All ranks call from_rank_zero(f), and rank 0 runs f(). If
+f() raises ValueError or OSError, all ranks raise it. Another exception, such as NotImplementedError
+for a sharded checkpoint, is raised on rank 0 only. Do not catch it there: rank 0 must end, so that
+the others stop waiting.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. A program without this module can read it with
@@ -96,7 +97,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     is for other programs; restore_ does not use it. The copies share no memory with the model, so
     training can continue at once.
 
-    model: for several models, as in a GAN, pass nn.ModuleDict({"g": g, "d": d}) without wrappers.
+    model: for several models, as in a GAN, pass nn.ModuleDict({"g": unwrap(g), "d": unwrap(d)}).
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
     plain Python values, for example the state of a scheduler. They are not copied: do not change
     them before save() has ended.
@@ -104,11 +105,13 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     model = unwrap(model)
     names = _parameter_names(model, optimizers)
     state = {
-        # With keep_vars, both names of a tied weight have the same tensor object.
+        # With keep_vars, both names of a tied weight have the same tensor object, so to_cpu() makes
+        # one copy of it, which is stored once.
         "model": dict(model.state_dict(keep_vars=True)),
         "optimizers": [
             {
                 "state": {names[p]: values for p, values in optimizer.state.items()},
+                # with names in place of parameters
                 "param_groups": tree_map_only(nn.Parameter, names.get, optimizer.param_groups),
             }
             if optimizer.state
@@ -118,7 +121,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     }
     rank0 = not dist.is_initialized() or dist.get_rank() == 0
 
-    @cache  # A tensor with two names, such as a tied weight, is copied and stored once.
+    @cache
     def to_cpu(tensor: Tensor) -> Tensor | None:
         if hasattr(tensor, "full_tensor"):  # a DTensor: all ranks send their parts
             tensor = tensor.full_tensor()
@@ -134,18 +137,19 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     Every rank must call this. In a process group, all ranks get the state of rank 0. If rank 0 has
     {}, nothing changes.
 
-    The optimizers get their saved state of each parameter, such as Adam's exp_avg. If `state` has
-    no "optimizers", the optimizers lose their present state. For the weights alone, pass
+    The optimizers get their saved state of each parameter, such as Adam's exp_avg. They lose their
+    present state, also where the checkpoint has none: for the weights alone, pass
     {"model": state["model"]} and no optimizers. Settings, such as the learning rate,
     stay as they are now. Gradients of the optimizers' parameters are deleted. `state` is not
-    changed, and shares no memory with the model and the optimizers. Unfreeze parameters before this
-    call, because only parameters that are trained get a state. Not supported are SparseAdam, LBFGS,
-    optimizers that keep state in param_groups (Prodigy), and optimizers whose state changes its
-    names or shapes during the training.
+    changed, and shares no memory with the model and the optimizers. Not supported are SparseAdam,
+    LBFGS, optimizers that keep state in param_groups (Prodigy), and optimizers whose state changes
+    its names or shapes during the training.
 
     ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
-    model does not have. The model is then unchanged, but not the optimizers: gradients may be
-    deleted, and each optimizer may have its present state, no state, or the saved state.
+    model does not have. The state does not fit, for example, if it has optimizer state of a
+    parameter that is frozen now, so unfreeze parameters before. After a ValueError, the model is
+    unchanged. The optimizers can have changed: gradients may be deleted, and each optimizer may
+    have its present state, no state, or the saved state.
 
     To check names and shapes, restore_ needs a state of each optimizer. If a parameter has no state
     yet, torch creates the states by a step with zero gradients and learning rate 0. This step calls
@@ -178,16 +182,19 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 optimizer.state[parameter] = tree_map(_receive, values, template)
         if unused:
             raise ValueError(
-                f"an optimizer has state of {min(unused)} in the checkpoint, but not here: is it "
-                "frozen, or in another optimizer?"
+                f"the checkpoint has optimizer state of {min(unused)}, but the same optimizer here "
+                "does not train it: is it frozen, or in another optimizer?"
             )
     for name, value in state["model"].items():
-        # The tensors of `ours` are those of the model, and get the saved values. But extra state
-        # can have another shape, and the module may still use it, so it is received as a new value.
+        # The tensors of `ours` are those of the model, and get the saved values. Extra state gets a
+        # new value instead, because its shape can differ, and because the module may still use the
+        # present tensors.
         like = None if _is_extra(name) else ours[name]
         # tree_map, because the extra state of a module can be a dict with tensors.
         ours[name] = tree_map(partial(_receive, like=like), value)
-    model.load_state_dict(ours)  # for extra state, and for what modules do when they load
+    # The tensors of the model have their values. This calls the modules' set_extra_state() and
+    # their hooks for loading.
+    model.load_state_dict(ours)
 
 
 def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:
@@ -203,9 +210,10 @@ def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
     # This import takes 0.5 s, so it is not at the top of the file.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # get_optimizer_state_dict is called only because it creates the state of an optimizer that has
-    # no gradients and no state, by the step that restore_ describes. If each parameter has a state
-    # already, this state is the example: in torch 2.11, the step cannot create Adagrad's state.
+    # If each parameter has a state, this is the example. (Adagrad creates its state at once, and in
+    # torch 2.11 the step below cannot create it again.) Otherwise, get_optimizer_state_dict is
+    # called. Its result is not used, but it creates the state of an optimizer that has no gradients
+    # and no state, by the step that restore_ describes.
     optimizer.zero_grad()
     if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
         optimizer.state.clear()
@@ -246,7 +254,7 @@ def _receive(value: Any, like: Any) -> Any:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and torch.compile.
 
-    Only the outermost module can be wrapped. Compile a part of a model with its method compile().
+    Wrappers of parts of the model stay. To compile a part, call part.compile(): it adds no wrapper.
     """
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = getattr(model, "_orig_mod", None) or model.module  # type: ignore[assignment]
@@ -267,7 +275,7 @@ def check_same(theirs: State, ours: State, where: str = "") -> None:
 
 
 def _kind(name: str, values: State) -> str:
-    """Describe the value of `name`, to compare it and for an error. Optimizers can have lists."""
+    """Describe the value of `name`, to compare it and for an error."""
 
     def describe(value: Any) -> str:
         if isinstance(value, Tensor):
@@ -276,6 +284,7 @@ def _kind(name: str, values: State) -> str:
 
     if name in values and _is_extra(name):
         return "present"
+    # tree_map, because optimizer state can have lists of tensors.
     return f"{tree_map(describe, values.get(name))}"
 
 
@@ -334,8 +343,9 @@ def load(folder: str, entry: Entry) -> State:
         raise OSError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] not in entry.name:
         raise ValueError("damaged: the content does not match the digest in the name")
-    # Hide warnings about the content of a forged file. save() does not do this, because it often
-    # runs in a thread, and catch_warnings changes the filters of all threads.
+    # Hide torch's warnings about the content of a forged file, which can have a right digest.
+    # catch_warnings changes the filters of all threads. So save(), which often runs beside the
+    # training, does not use it.
     with warnings.catch_warnings(action="ignore"):
         state: State = _read_state(path, "cpu")
     _check_state(state)
@@ -409,10 +419,10 @@ def newest(
 ) -> tuple[Found | None, dict[str, str]]:
     """Return the newest checkpoint that load() accepts, and {name: reason} of each newer one.
 
-    If load() raises ValueError or OSError, the checkpoint is rejected, and the next lower step is
-    tried. Call set_aside() for each rejected checkpoint (this only renames it). Otherwise prune()
-    keeps the rejected checkpoint and deletes a good one in its place. PermissionError, and all
-    other errors of load(), are passed on.
+    If load() raises ValueError or OSError (but not PermissionError, because the file may be good),
+    the checkpoint is rejected, and the next lower step is tried. All other errors of load() are
+    passed on. Call set_aside() for each rejected checkpoint (this only renames it). Otherwise
+    prune() keeps the rejected checkpoint and deletes a good one in its place.
 
     (None, {}) if there are no checkpoints. ValueError if all are rejected. extras/ pass their own
     functions as `load` and `list_checkpoints`.
@@ -424,7 +434,8 @@ def newest(
         except PermissionError:
             raise
         except (OSError, ValueError) as error:
-            if entry not in list_checkpoints(folder):  # another process has deleted it
+            if entry not in list_checkpoints(folder):
+                # Another process has deleted it, and may have saved another one: start again.
                 return newest(folder, load, list_checkpoints)
             rejected[entry.name] = f"{error}"
     if rejected:
@@ -453,7 +464,8 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 def prune(folder: str, keep: int) -> None:
     """Delete the checkpoints that superseded() returns.
 
-    A sharded checkpoint, which is a folder, is not deleted, but set aside: see extras/sharded.py.
+    A sharded checkpoint is a folder, which cannot be deleted in one operation. It is only set
+    aside. extras/sharded.py can delete it.
     """
     for entry in superseded(list_checkpoints(folder), keep):
         _remove(folder, entry.name)

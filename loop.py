@@ -86,8 +86,8 @@ def train_(
     model.train() at the start.
 
     start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
-        only when `steps` ends. If your loop ends with break at a last step, check before that
-        `start` is below it: the loop can break only after a step.
+        only when `steps` ends. If your loop breaks at a step `last`, call train_ only if
+        start < last. Otherwise it does one step too many, because it can break only after a step.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
         the global batch, or 0 on a rank that has no data left. All ranks need the same number of
         steps. The ranks may have different numbers of micro-batches in a step, also with DDP,
@@ -103,9 +103,8 @@ def train_(
         None, train_ leaves "lr" to the caller, for example to a torch scheduler. Creating a
         scheduler overwrites each "lr", and loading the scheduler's state does not undo that. So to
         resume, create the scheduler, load its state, and then copy its get_last_lr() into each
-        "lr", as extras/tutorial/scheduler.py does. OneCycleLR
-        and CyclicLR also change the momentum, which get_last_lr() does not return: switch this off
-        with cycle_momentum=False.
+        "lr", as extras/tutorial/scheduler.py does. OneCycleLR and CyclicLR also change the
+        momentum, which get_last_lr() does not return: switch this off with cycle_momentum=False.
     clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers. With
         math.inf, nothing is clipped.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
@@ -113,7 +112,8 @@ def train_(
     seed: each step seeds torch's random generators from (seed, step, rank), so dropout is the same
         in a resumed run. After the step, the generators of the CPU and of the model's GPU are as
         before, so `seed` does not affect the shuffling of a DataLoader.
-    stop: is called once per step. If it returns true on any rank, report.stop is true on all.
+    stop: is called once per step. If it returns true on any rank, report.stop is true on all. Your
+        loop must then break, because train_ goes on.
     patience: at least 1. train_ raises Diverged after this number of bad steps in a row. Each call
         of train_ counts from 0. In a bad step, the loss or the gradient norm is not finite, for
         example after an overflow in float16. A bad step changes no weight and no optimizer state on
@@ -129,7 +129,7 @@ def train_(
     ValueError after a wrong update (discard the model):
     - The declared count is not what loss_fn counted. Ranks that declare 0 do not check this.
     - The gradient norm was not the same on all ranks, because loss_fn does not use the model that
-      it is given. The norm is checked in the next step, so that of the last step is not checked.
+      it is given. The norm of a step is checked in the next step, that of the last step never.
 
     If an error is raised on some ranks only, the others wait in a collective until the processes of
     these ranks end, or until the timeout of the process group.
@@ -137,8 +137,8 @@ def train_(
     On CUDA, so that the host need not wait for the device, report.stop, Diverged and the ValueError
     after a wrong update come one step later. A request to stop in the last step is not reported.
     Errors of the last step are raised when `steps` ends, so a caller that uses break does not get
-    them. The host waits in each step for an optimizer that is not fused or has no state, such as
-    SGD without momentum.
+    them. If an optimizer is not fused or has no state, such as SGD without momentum, the host waits
+    for the device in each step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -170,7 +170,8 @@ def train_(
                 "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
             )
         weight = world_size / declared if declared else 0.0
-        # (loss sum, count, whether to stop, norm of the step before); later the sums of all ranks
+        # (loss sum, count, whether to stop, norm of the step before, for the check of `differ`
+        # below); later the sums over all ranks
         sums = torch.zeros(4, dtype=accumulator_dtype(device), device=device)
         # `sums[2] = stop()` would wait for a CUDA device.
         sums[2].fill_(stop())
@@ -194,10 +195,11 @@ def train_(
             getattr(model, "_check_reducer_finalized", lambda: None)()
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
-        # Was the norm of the step before not the mean of the ranks' norms? The check allows 0.1 %,
-        # because different hardware rounds differently.
+        # If all ranks had the same gradients in the step before, each norm was the mean of all
+        # norms. The check allows 0.1 %, because different hardware rounds differently.
         differ = (sums[3] / world_size - previous_norm).abs() > 1e-3 * previous_norm
-        # A comparison with NaN is false, so NaN on one rank would not be noticed, but 0 is.
+        # NaN and infinity become 0. With NaN, the comparison above would be false, and a NaN on one
+        # rank would not be noticed.
         previous_norm = norm.nan_to_num(0.0, 0.0)
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
@@ -267,8 +269,8 @@ def _update_(
     finite = norm.isfinite() & loss.isfinite()
     for optimizer in optimizers:
         # Not scaler.step(), because it does not look at the loss. A fused optimizer can skip the
-        # update on the device, so that the host need not wait. But if fused SGD skipped its first
-        # step on the device, when it has no state yet, its momentum would not be initialised.
+        # update on the device, so that the host need not wait. But not the first update, when there
+        # is no state: fused SGD would then make a momentum buffer, and leave it uninitialised.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
@@ -292,11 +294,13 @@ def evaluate(
 ) -> float | None:
     """Return the exact mean loss over the batches of all ranks, on every rank.
 
-    It is NaN if no rank has a batch. All ranks must call this function. Their numbers of batches
-    may differ or be 0. With FSDP2 they must be equal: see pad_batches in extras/fsdp.py.
-    stop: All ranks do the same number of rounds, until no rank has a batch. In each round, each
-        rank calls stop() once and then evaluates a batch, if it has one. If stop() returns true on
-        any rank, all ranks return None. On CUDA, there is one more round, whose stop() is ignored.
+    The result is NaN if no rank has a batch. All ranks must call this function. Their numbers of
+    batches may differ or be 0. With FSDP2 they must be equal: see pad_batches in extras/fsdp.py.
+    All ranks do the same number of rounds, up to the first round in which no rank has a batch. In
+    each round, each rank calls stop() once and then evaluates a batch, if it has one.
+
+    stop: If it returns true on any rank, all ranks return None at the end of the round. On CUDA,
+        they return one round later, so there is one more round, whose stop() is ignored.
 
     evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, loss_fn
     gets the module inside DDP, and rank 0 first sends its buffers to all ranks, unless
@@ -305,7 +309,8 @@ def evaluate(
     replica = getattr(model, "_orig_mod", model)  # torch.compile keeps the model there
     if isinstance(replica, nn.parallel.DistributedDataParallel):
         # DDP's forward pass may send buffers. It would hang if ranks have different numbers of
-        # batches. So send them here, and use the module inside DDP.
+        # batches. So send them here, and use the module inside DDP. The first call updates DDP's
+        # list of buffers.
         replica._assign_modules_buffers()
         if replica.broadcast_buffers and replica.modules_buffers:
             replica._sync_buffers()
@@ -360,8 +365,11 @@ def group_batches(
 
     group_batches reads one step ahead, so the saved state of a loader would be one step too far. To
     resume, do not use such a state. Make a loader that gives the same batches in the same order,
-    and skip the finished steps: islice(group_batches(...), start, None). If all counts are above 0
-    and each rank has a batch afterwards, it is faster to skip start * accum batches of the loader.
+    and skip the finished steps: islice(group_batches(...), start, None). It is faster to skip
+    start * accum batches of the loader. But this is right only if all counts are above 0, and if
+    each rank then has a batch left.
+
+    The first next() raises ValueError if accum < 1.
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:
@@ -381,8 +389,8 @@ def group_batches(
         raise ValueError(f"accum is {accum}; must be at least 1")
     spare: list[Any] = []
     # pairwise reads one item ahead. So on CUDA, the all-reduce of the counts of step n + 1 is
-    # queued before the passes of step n, and read() does not wait for these passes. No step gets
-    # lost, because own_steps never ends.
+    # queued before the forward and backward passes of step n, and the read() of these counts does
+    # not wait for the passes. No step gets lost, because own_steps never ends.
     for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:

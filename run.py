@@ -64,7 +64,8 @@ def extra(name: str) -> ModuleType:
         raise FileNotFoundError(f"this needs extras/{name}.py: {error}") from error
 
 
-# Around a call of extra(): after a FileNotFoundError, the rest of the `with` block is left out.
+# `with optional:` leaves out the rest of its block if extra() finds no file. It also hides any
+# other FileNotFoundError in the block.
 optional = suppress(FileNotFoundError)
 
 if TYPE_CHECKING:
@@ -193,7 +194,8 @@ OPTIONS = {
     f.name: click.Option(
         **{
             "param_decls": ["--" + f.name.replace("_", "-")],  # --compile has its own
-            "envvar": f"DDPKIT_{f.name.upper()}",  # also for sample and eval
+            # In sample and eval, click would also put the name of the command into this name.
+            "envvar": f"DDPKIT_{f.name.upper()}",
             **f.metadata,
         }
     )
@@ -227,8 +229,9 @@ def train(flags: Flags, given: set[str]) -> int:
     ):
         # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
         rank0 = world.rank == 0
-        # Ranks with different flags or dtypes would train different runs, so all take those of
-        # rank 0, except for --device and --timeout, which are already in use.
+        # Ranks with different flags would train different runs, so all take those of rank 0. (Each
+        # rank has already used its own --device and --timeout.) From here on, the dtype is not
+        # "auto": a resumed run keeps what rank 0 picks here.
         values, given = ddp_setup.from_rank_zero(
             lambda: (vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device)}, given), world
         )
@@ -238,7 +241,7 @@ def train(flags: Flags, given: set[str]) -> int:
 
         # wait_together: each rank calls its own function and gets its own result, and all wait for
         # the slowest. Only rank 0 reads the state to start from; on the others, `state` is {}.
-        # `saved` is the state without its large parts, on all ranks.
+        # `saved` is the state of rank 0 without its large parts, on all ranks; {} for a new model.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -267,9 +270,10 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}  # for config.json
+        # The flags, and what becomes known of this run: for config.json and the checkpoints.
+        resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}
         dtype, config = getattr(torch, flags.dtype), model_config(resolved)
-        with optional:  # for mfu, a memory check, and to compile long runs
+        with optional:  # checks the memory, and sets "peak_tokens_per_s" and, if None, "compile"
             machine, tokens = extra("machine"), tokens_at(total)
             resolved |= machine.check_and_describe(world.device, resolved, total, tokens)
 
@@ -284,7 +288,7 @@ def train(flags: Flags, given: set[str]) -> int:
             if world.device.type == "cuda" and flags.accum == 1:
                 with optional:  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
-                    # The only micro-batch of step 0; most later ones have its shape.
+                    # An example: the only micro-batch of the first step. Most others are as large.
                     (batch,), _ = next(steps_from(start=0))
                     resolved["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
             replica = ddp_setup.replicate(model, world)
@@ -303,7 +307,8 @@ def train(flags: Flags, given: set[str]) -> int:
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
             with usage_errors(f"{saved['name']}: "):
-                # Rank 0 sends `state` to the others, but not settings such as the learning rate.
+                # Rank 0 sends `state` to the others. The settings of the optimizers, such as the
+                # learning rate, stay those of the flags.
                 storage.restore_(state, replica, optimizers)
             if saved.get("scaler"):  # only after a run in float16
                 scaler.load_state_dict(saved["scaler"])
@@ -330,16 +335,17 @@ def train(flags: Flags, given: set[str]) -> int:
                 f"{flags.dtype}, steps {start_step + 1} to {total} (set by {limit}), {where} "
                 f"{flags.out}"
             )
-        # The thread that saves gets one OpenMP thread: see ckpt.py. set_num_threads(1) would also
-        # apply to the main thread if that had not called get_num_threads() before.
+        # The thread that saves gets one OpenMP thread: see ckpt.py. Without this call,
+        # set_num_threads(1) would also limit the main thread.
         torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
-        # The latest save of this rank and its deadline. At first, a call that does nothing.
+        # The latest save of this rank and its deadline. The first one is a call that does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
         def wait_for_saves() -> bool:
             """Wait for the saves of all ranks. Return whether all ended in time."""
-            # A rank may wait for --timeout here, which any_rank alone would not allow.
+            # A rank may wait for --timeout here. If the others waited in any_rank meanwhile, they
+            # would end, because they would have waited too long for this rank.
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
@@ -390,11 +396,11 @@ def train(flags: Flags, given: set[str]) -> int:
                     append_metrics(storage, flags.out, record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
                 # A step whose loss or gradient is not finite changes no weight. If such steps
-                # repeat, their checkpoints would be equal, and --keep would delete older ones.
+                # repeat, their checkpoints would be equal, and --keep would delete older ones. But
+                # the last checkpoint is always written, so that no finished step gets lost.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # The time after paused_at contains no training: rank 0 has waited for the device in
-                # float() if an evaluation or the last save follows, else in isfinite() if a save is
-                # due.
+                # If an evaluation or a save follows, float() or isfinite() above has waited for the
+                # device. So the time after paused_at contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -421,13 +427,14 @@ def train(flags: Flags, given: set[str]) -> int:
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
+        # Let a save end before the error ends the process.
         except FloatingPointError:  # All ranks raise it together.
             wait_for_saves()
             raise
         except Exception:
             wait_for_save(*writing)  # Not wait_for_saves, because other ranks may have no error.
             raise
-        # The last step has set may_save.
+        # The loop ends only after it has set may_save, which is the same on all ranks.
         ended = may_save and wait_for_saves()
         if not ended or ddp_setup.any_rank(bool(writing[0].exception()), world):
             raise click.ClickException(f"the checkpoint of step {step} was not written")
@@ -444,7 +451,7 @@ def train(flags: Flags, given: set[str]) -> int:
 def open_storage(out: str, write_sharded: bool = False) -> Any:
     """Return ckpt.py, or an extra with the same functions for URLs and sharded checkpoints."""
     # The extras call vars(core), so they need the module itself, and not the LazyModule.
-    core = sys.modules[ckpt.newest.__module__]
+    core = importlib.import_module("ckpt")
     if "://" in out:
         return extra("remote").storage(core, write_sharded)
     if write_sharded or any(not e.name.endswith(".pt") for e in core.list_checkpoints(out)):
@@ -465,8 +472,8 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
+    # Checkpoints of version 0.1 have no vocabulary size here, and other flag names and defaults.
     config["vocab"] = state["vocabulary"]["vocab"]
-    # Checkpoints of version 0.1 have other flag names and defaults.
     if "tokens" in config:
         config["tokenizer"] = config.pop("tokens")
     state["config"] = {"eval_tokens": 0, "embedding_lr": 1.0, "momentum": 0.95, **config}
@@ -907,9 +914,9 @@ def main() -> None:
         setattr(sys, name, stream)
     warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
     if "OMP_WAIT_POLICY" not in os.environ:
-        # A thread of OpenMP that has no work first waits in a busy loop. With the default, 300,000
-        # rounds, training is up to seven times slower if another program uses a core, and not
-        # faster if none does.
+        # A thread of OpenMP that has no work first waits in a busy loop. The default is 300,000
+        # rounds. Then training is up to seven times slower if another program uses a core, and not
+        # faster if it is alone.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
@@ -937,7 +944,8 @@ def main() -> None:
         with suppress(Exception):  # no extra, or too little memory to import it
             text = extra("hints").one_line(error) or text
         say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
-    # os._exit ends the process even if a save hangs. But it skips atexit and the flush.
+    # os._exit ends the process even if a save hangs. But it skips atexit and the flush. (The pool's
+    # threads are not among what atexit waits for.)
     atexit._run_exitfuncs()
     with suppress(OSError):
         sys.stdout.flush()

@@ -451,7 +451,7 @@ MISFITS = {
     "moment of another shape": "optimizer state of 0.bias: exp_avg is (5,)",
     "moment of another dtype": "optimizer state of 0.bias: exp_avg is (8,) torch.float64",
     "moments of another optimizer": "optimizer state of 3.weight: momentum_buffer is missing",
-    "moments of another parameter": "an optimizer has state of 3.weight in the checkpoint, but not here",
+    "moments of another parameter": "the checkpoint has optimizer state of 3.weight, but the same optimizer here does not",
 }
 
 
