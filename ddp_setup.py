@@ -82,11 +82,12 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
                 "start with torchrun, or set torchrun's variables as extras/slurm.py does"
             )
         return World(0, 0, 1, 1)
+    # five numbers, then the address
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR"
     found = {name: env.get(name, "") for name in names.split()}
     *numbers, address = found.values()
     if address and all(map(str.isdecimal, numbers)):
-        rank, local_rank, size, local_size, _ = map(int, numbers)
+        rank, local_rank, size, local_size, _port = map(int, numbers)
         if rank < size and local_rank < local_size <= size:
             return World(rank, local_rank, size, local_size)
     raise ValueError(f"launch variables are missing or do not fit (start with torchrun): {found}")
@@ -125,18 +126,18 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
       process of spawn or torchrun's agent holds the store; with other launchers, rank 0 does.
     - If no rank was lost, but all failed in torch.distributed, one raises torch's own exception.
     - Otherwise, the rank that failed first raises its own exception.
-    On each other rank that gets an exception, SystemExit replaces it, for which Python prints
-    nothing. Its code is the attribute `exit_code` of the replaced exception, else 1. The rank that
-    reports the cause raises an ordinary exception. If nobody catches it, Python prints it and ends
-    with 1; a process that spawn has started ends with the attribute `exit_code`, else 1.
+    Every other rank that gets an exception raises SystemExit in its place, for which Python prints
+    nothing. The exit code is the attribute `exit_code` of the replaced exception, else 1. The rank
+    that reports the cause keeps its exception. If nobody catches it, Python prints it and ends with
+    1; only a process that spawn has started ends with the attribute `exit_code`, else 1.
 
     Some ranks get no exception, and end with exit code 1:
     - a rank that has waited for the timeout;
     - after another rank has reported an error, a rank that starts no collective for about the
       timeout;
     - with NCCL, a rank that waits in a collective or in init_process_group when another rank
-      reports an error or the store is lost. It ends within 3/20 of the timeout. torch can also end
-      it with SIGABRT.
+      reports an error or the store is lost. It ends within 3/20 of the timeout (see _watch_ranks).
+      torch can also end it with SIGABRT.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt counts as lost for ranks that
     still use the group. With sys.exit() and sys.exit(0), it first leaves the group cleanly, as at
@@ -194,7 +195,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             if clean:
                 # The watcher must not read a destroyed group. Usually it ends at once. If it still
                 # runs after 6 seconds, it waits for a store that does not answer. Should the store
-                # answer later, the watcher ends without reading the group.
+                # answer later, the watcher sees block_ended before it would read the group.
                 futures.wait([watcher], 6)
                 if dist.is_initialized():  # The program can have destroyed it.
                     dist.destroy_process_group()
@@ -247,6 +248,8 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
     """Connect to the store, a TCPStore of torch that all ranks share.
 
+    address: for the message of an error, and because another address needs another connection.
+
     The cache keeps the connection. Otherwise rank 0 could close the store after a process group,
     while another rank has already connected for the next one.
     """
@@ -266,11 +269,11 @@ def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
 def _agree_on_run_id(store: dist.Store, world: World) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
-    Each rank makes a random word. The word of rank 0 is the id. Each other rank has a queue, into
-    which it puts its word. It waits for the reply to it, which is the id, and puts the id into the
-    queue, too. Rank 0 replies to each message until it gets the id, because a queue can begin with
-    messages from before a restart. Only a store with libuv has queues. That is torch's default on
-    Linux and macOS.
+    Each rank makes a random word. The word of rank 0 is the id. Each other rank has a queue in the
+    store. It puts its word into the queue, waits for the reply, which is the id, and then puts the
+    id into the queue. A queue can begin with messages from before a restart. So rank 0 replies to
+    each message until it reads the id: then this rank has it. Only a store with libuv has queues.
+    That is torch's default on Linux and macOS.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """
@@ -299,7 +302,10 @@ def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
     consequence = from_gloo or isinstance(error, dist.DistError)
 
     def claim_report() -> list[str]:
-        """Raise SystemExit if another rank reports. Otherwise, return the ranks with no error."""
+        """Raise SystemExit if another rank reports. Otherwise, return the ranks without an error.
+
+        They are lost if this error is a consequence, because then all others have an error by now.
+        """
         store.set(f"failed {world.rank}", "")
         if consequence:  # Let the rank that failed first report.
             time.sleep(1)
@@ -311,7 +317,9 @@ def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
         # If the network is down, a request to the store never returns.
         missing = _in_thread(claim_report).result(6)
     except (dist.DistError, TimeoutError):
-        missing = ["0"]  # The store is lost, usually because the machine of rank 0 is lost.
+        # The store is lost, usually with the machine of rank 0: spawn, torchrun's agent or rank 0
+        # itself held the store there.
+        missing = ["0"]
     # If all ranks have an error, none was lost, and the caller raises `error`.
     if consequence and missing:
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
@@ -332,9 +340,9 @@ def _watch_ranks(
     This runs in a thread of each rank. When it ends the process, the thread `main`, which called
     process_group, is usually blocked in a collective, so no exception can be raised there.
 
-    An interval is 1/20 of the timeout. In each interval, each rank adds 1 to one counter in the
-    store, and stores the new count together with the line of its program. All ranks use the same
-    counter. So if a rank no longer answers, its count stays lower than those of the others.
+    All ranks share a counter in the store, as a clock. An interval is 1/20 of the timeout. In each
+    interval, each rank adds 1 to the counter, and stores the new count together with the line of
+    its program. If a rank no longer answers, its stored count becomes older than those of others.
 
     A rank is stuck in an interval if it waits, and no collective has started or ended since the
     last interval. After a rank has reported an error, all others count as waiting.
@@ -352,13 +360,15 @@ def _watch_ranks(
         numbers, waiting = _inspect_collectives(cuda)
         waiting |= not joined.is_set()
         waiting_for_nccl = cuda and waiting
-        failed = True  # if the store is lost: then DistError leaves the next `with` block
+        # Whether a rank has reported an error, or the store is lost. In the second case, DistError
+        # ends the next `with` block early.
+        failed = True
         with suppress(dist.DistError):
             count = store.add("counter", 1)
             store.set(f"state of {world.rank}", json.dumps([count, _program_lines(main)]))
-            # Has a rank reported an error? A rank that waits for gloo need not ask: gloo ends it.
+            # A rank that waits for gloo does not ask, because gloo ends it.
             failed = (cuda or not waiting) and store.add("reported", 0) > 0
-            waiting |= failed  # Then all ranks count as waiting.
+            waiting |= failed
         counts = [*counts, count] if waiting and numbers == before else []
         if len(counts) < (2 if failed and waiting_for_nccl else 20):
             continue
@@ -366,12 +376,14 @@ def _watch_ranks(
         with suppress(dist.DistError):
             if store.add("reported", 1) > 1:
                 os._exit(1)
-            # compare_set returns the value of the key, or the last argument if the key is missing.
+            # compare_set reads a key without waiting for it. It returns the last argument if there
+            # is no such key.
             states = [
                 json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
                 for rank in range(world.size)
             ]
-            # A rank that has stored no state in the last three intervals does not answer.
+            # A rank does not answer if it has stored no state in the last three intervals: since
+            # the fourth count from the end, or since the first one, if there are fewer.
             oldest = counts[-4:][0]
             ranks = [
                 f"rank {rank} at {place}" if written > oldest else f"no answer from rank {rank}"
@@ -439,9 +451,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
     All ranks must call this function, with the same architecture. All get the weights of rank 0. A
-    wrapped model has the original one as its attribute `module`. Existing gradients may be lost.
-    This function can call the gradient hooks of parameters, with zeros. If a hook takes an
-    optimizer step, register it after this call.
+    wrapped model has the original one as its attribute `module`. With several ranks, existing
+    gradients are lost, and a backward pass with zeros can call the gradient hooks of parameters. If
+    a hook takes an optimizer step, register it after this call.
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
     For BatchNorm statistics over all ranks, see torch.nn.SyncBatchNorm.
@@ -583,11 +595,12 @@ def detach_worker(worker_id: int) -> None:
 
     Otherwise the worker can end before its rank has saved. torchrun and the terminal send signals
     to all processes of a Unix process group; setsid takes the worker out of it. SLURM can send
-    SIGUSR1 to all processes, so the worker ignores it. A SIGTERM to the worker itself still ends
-    it. Python needs this: if the rank fails, Python sends one and waits until the worker has
-    ended. On Windows, this function does nothing.
+    SIGUSR1 to all processes. The worker ignores it, because without the handler of stop_signals,
+    which only a forked worker inherits, it would end. A SIGTERM to the worker itself still ends it.
+    Python needs this: if the rank fails, Python sends one and waits until the worker has ended. On
+    Windows, this function does nothing.
     """
-    if hasattr(os, "setsid"):  # not on Windows
+    if hasattr(os, "setsid"):
         os.setsid()
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -669,7 +682,8 @@ def _wait_for_ranks(
             failed = codes.index(code)
             # Whoever adds the first 1 to the key "reported" reports the error: a rank or this
             # process. The ranks get the prefixes "0" from _connect_to_store and "group N" from
-            # process_group; here they are part of the key. Adding 0 only reads the number N.
+            # process_group; here they are part of the key. Adding 0 only reads the number N. It is
+            # 0 if the rank never used process_group. Then no other rank uses this key.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"
@@ -690,8 +704,8 @@ def _wait_for_ranks(
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
-    # `problem` is empty if a rank has reported its error itself. No error is raised for 130, or if
-    # all ranks ended with the same code and not by a signal.
+    # These are the rules in the docstring of spawn. `problem` is empty if a rank has reported its
+    # error itself.
     if problem and code != 130 and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
     return 1 if code < 0 else code
