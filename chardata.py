@@ -5,7 +5,8 @@
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
     verify_unchanged(corpus)
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        # count: number of targets in the global batch, but 0 on a rank without a window: see steps
+        # count: number of targets in the global batch. A rank without a window gets a substitute
+        # micro-batch, and the count 0.
         weight = 1 / count if count else 0
         for x, y in micro_batches:
             (weight * loss_sum(model, x, y)).backward()  # loss_sum: your function
@@ -19,8 +20,8 @@ DistributedDataParallel averages the gradients: with it, use world_size * weight
   it. A window can continue from one array into the next.
 - A *global batch* is the windows of all ranks in one optimizer step: `batch_size` windows, or fewer
   at the end of an epoch.
-- An *epoch* is one pass over the windows, each exactly once, in a new order. Steps are counted from
-  0 through all epochs.
+- An *epoch* is one pass over the data. In each epoch, the windows begin at a new offset, and each
+  is used exactly once, in a new order. Steps are counted from 0 through all epochs.
 
 This module does not communicate between ranks. To resume a run, make an equal plan again, and
 pass the number of the next step to `steps`.
@@ -99,7 +100,8 @@ def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | Non
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
     llm.c) contain tokens, so `tokenizer` is ignored. A .bin of another type can be misread: write
     .npy instead. The vocabulary size is `vocab`, or if that is None the highest id + 1, rounded up
-    to a multiple of 64. The ids are checked later, when windows are read, against BatchPlan.vocab.
+    to a multiple of 64. With `vocab`, no id is read here: steps() and every_window() compare the
+    ids with BatchPlan.vocab.
 
     Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Characters are in
     memory. Raises ValueError or OSError if a file is damaged, if a text has a character that is not
@@ -122,7 +124,7 @@ def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | Non
         chars, size = "", 256
     elif kind == "char":
         tokens, chars = _read_characters(names, arrays, chars)
-        size, stamps = len(chars), ()
+        size, stamps = len(chars), ()  # A later change of the files does no harm.
     else:
         raise ValueError(f"tokenizer {tokenizer!r} is not char or byte")
     if vocab not in (None, size):
@@ -156,6 +158,7 @@ def _read_file(name: str) -> np.ndarray:
         try:
             array: np.memmap = np.load(name, "r")
             if array.ndim != 1 or array.dtype.kind != "u" or size != array.offset + array.nbytes:
+                # The next lines replace this error.
                 raise ValueError(f"{array.shape} {array.dtype} in {size} bytes")
         except Exception as error:  # a damaged file can cause almost any exception
             raise ValueError(
@@ -167,9 +170,10 @@ def _read_file(name: str) -> np.ndarray:
         # np.resize, because the file can have fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
         # llm.c's header is 256 int32: a magic number, the version, the number of tokens, zeros. The
-        # magic numbers stand for GPT-2 (version 1) and Llama 3 (another version, an error below).
-        # A file without a header would begin with a magic number only if its first id were 55432 or
-        # 55713. GPT-2 has no such ids.
+        # first magic number stands for tokens of GPT-2, version 1. The second one stands for tokens
+        # of Llama 3, which have another version and are refused below. A file without a header
+        # would begin with a magic number only if its first id were 55432 or 55713 (the low halves
+        # of these numbers). GPT-2 has no such ids.
         if magic in (20240520, 20240801):
             start = 1024
         else:  # No header: below, only an odd number of bytes is an error.
@@ -181,7 +185,8 @@ def _read_file(name: str) -> np.ndarray:
             )
     if size > MIB:
         return np.memmap(name, dtype, "r", start)
-    # Not mapped: a mapped file stays open (also each .npy), and a process can open only about 1000.
+    # Small files are read and not mapped: a mapped file stays open, and a process can have only
+    # about 1000 open files. (A .npy file is always mapped.)
     return np.fromfile(name, dtype, offset=start)
 
 
@@ -191,12 +196,12 @@ def _stamp(name: str) -> Stamp:
 
 
 def verify_unchanged(corpus: Corpus) -> None:
-    """Raise OSError if a file has changed or is gone since read().
+    """Raise OSError if the size or modification time of a file has changed since read().
 
-    If a mapped file changes, training reads other tokens without an error. So call this at the
-    start, before each save and at the end. If only some ranks raise the error, the caller must end
-    the others. Kind "char" is in memory and is not checked. If a mapped file becomes shorter, the
-    operating system kills a process that reads beyond its new end (SIGBUS).
+    Also if the file is gone. Call this at the start, before each save and at the end, because if a
+    mapped file changes, training reads other tokens without an error. (If the file becomes shorter,
+    the operating system kills a process that reads beyond its new end, by SIGBUS.) If only some
+    ranks raise the error, the caller must end the others. Texts of kind "char" are not checked.
     """
     for stamp in corpus.stamps:
         if _stamp(stamp[0]) != stamp:
@@ -213,9 +218,9 @@ def digest(tokens: Tokens, chars: str = "") -> str:
 
     The hash also depends on the type and the length of each array, but not on the names of files.
     An array of up to 16 blocks is read completely. Of a longer one, only 16 blocks are read, and a
-    change between them is not noticed. A block has 1 MiB. For more than 16 arrays with together
-    more than 256 MiB, it has 16 MiB divided by the number of arrays, so that at most 256 MiB are
-    read. But it has at least 4 KiB.
+    change between them is not noticed. A block has 1 MiB. But for more than 16 arrays with together
+    more than 256 MiB, a block has 16 MiB divided by the number of arrays, and at least 4 KiB. So at
+    most 256 MiB are read, or 64 KiB of each array.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -283,7 +288,7 @@ def split(tokens: Tokens, val_fraction: float, max_val: int = 0) -> tuple[Tokens
     """Return (training tokens, validation tokens), without a copy.
 
     Of n tokens, the last round(n * val_fraction) are for validation. If max_val > 0, only the first
-    max_val + 1 of these are returned: they have max_val targets.
+    max_val + 1 of these are returned, which have max_val targets; or all, if there are fewer.
     """
     n = num_tokens(tokens)
     cut = n - round(n * val_fraction)
@@ -344,8 +349,10 @@ def steps(
     the first window and after the last one, together at most 2 * T - 2, are in no window of the
     epoch.
 
-    Raises ValueError if the data has no more than T tokens, or if this rank reads an id that is not
-    below plan.vocab. Other ranks do not notice such an id, and the caller must end them.
+    Like each generator, this one raises its errors at next(). ValueError if the data has no more
+    than T tokens, or if this rank reads an id that is not below plan.vocab. Several steps are read
+    at once, so this can be an id of a later step. Other ranks do not notice such an id, and the
+    caller must end them.
     """
     tokens, block_size, batch_size, seed, vocab = plan
     n = num_tokens(tokens)
@@ -354,25 +361,25 @@ def steps(
     # Row p of a view is the window at position p. An array that is too short for a window is
     # in this list only so that views[k] belongs to tokens[k].
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
-    # To save calls of numpy, read `ahead` steps at once, about 2**18 tokens of this rank.
-    ahead = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
+    # To save calls of numpy, read several steps at once, about 2**18 tokens of this rank.
+    at_once = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
         # `group`, (G, 1): the steps that are read at once, counted from the start of the epoch. All
-        # of them have batch_size windows, but the last step of an epoch can have fewer windows. It
-        # is then the only step of its group.
+        # of them have batch_size windows. If no such step is left, the last step of the epoch, with
+        # fewer windows, is a group of its own.
         whole_steps_left = epoch_windows // batch_size - first_step
-        group = first_step + np.arange(max(1, min(ahead, whole_steps_left)))[:, None]
+        group = first_step + np.arange(max(1, min(at_once, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)  # of one step
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
-        # order, (G, B): for each step, the numbers of this rank's windows
-        order = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
+        # numbers, (G, W): for each step, which windows of the epoch this rank uses
+        numbers = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
         count = windows * block_size
         if not mine.size:  # This rank has no window. The substitute is window 0.
-            order, count = np.zeros_like(group), 0
-        # With the largest offset, the last target is the last token.
+            numbers, count = np.zeros_like(group), 0
+        # With the largest offset, the last target of the epoch is the last token of the data.
         offset = _key(seed, epoch, "offset") % (n - epoch_windows * block_size)
-        rows = _gather(tokens, views, offset + order * block_size, size)
+        rows = _gather(tokens, views, offset + numbers * block_size, size)
         for step_rows in _to_tensor(rows, vocab):
             parts = step_rows.tensor_split(min(accum, len(step_rows)))
             yield [(part[:, :-1], part[:, 1:]) for part in parts], count
@@ -383,10 +390,10 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     """Yield this rank's batches of one pass over plan.tokens, in order, for an evaluation.
 
     Over all ranks, each token but the first is a target exactly once. Each batch is (x, y), both
-    (B, T) int64 on the CPU. x and y overlap in memory: do not write into them. B is at most
-    plan.batch_size on each rank, while in training this is divided among ranks and micro-batches.
-    If memory is short, pass a plan with a smaller batch_size. T is plan.block_size, but the last
-    batch of the pass can be one shorter window.
+    (B, T) int64 on the CPU. x and y overlap in memory: do not write into them. T is
+    plan.block_size, but the last batch of the pass can be one shorter window. B is at most
+    plan.batch_size on each rank. (In steps(), this is the number of all ranks.) If memory is short,
+    pass a plan with a smaller batch_size.
 
     A rank can have one batch less than another, or no batch. So a collective for each batch can
     hang, unless ranks without a batch take part too.
@@ -394,11 +401,12 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     tokens, block_size, batch_size, _, vocab = plan
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
-    # The last rank has at most as many whole windows as the others. It also takes the targets after
-    # the last whole window.
+    # By ceil, the last rank has at most as many whole windows as any other. It also takes the
+    # targets after the last whole window.
     first, stop = (math.ceil(windows * r / world_size) * block_size for r in (rank, rank + 1))
     end = targets if rank == world_size - 1 else stop
-    # A batch has the inputs from one edge to the next. Each target is one position further.
+    # A batch has the inputs from one edge to the next. Each target is one position further. A set,
+    # because edges can coincide: a rank without a window has one edge, and no batch.
     edges = sorted({*range(first, stop, batch_size * block_size), stop, end})
     for begin, end in pairwise(edges):
         row = _to_tensor(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
@@ -439,14 +447,15 @@ def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
 def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
     """Return this rank's part of a random permutation of range(n), (k,) int64.
 
-    n: at least 1. Over all ranks, each index occurs exactly once. k differs by at most one between
-    ranks. The array can be the sampler of a torch DataLoader. Make a new DataLoader for each epoch.
+    This is for other data than Tokens, such as the rows of a torch Dataset. n: at least 1. Over all
+    ranks, each index occurs exactly once. k differs by at most one between ranks. The array can be
+    the sampler of a torch DataLoader. Make a new DataLoader for each epoch.
     """
     return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
 
 
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Return for each index its new place in a pseudo-random permutation of range(n).
+    """Return the elements at these indices of a pseudo-random permutation of range(n).
 
     Each index must be below n. The result has the same shape, int64. `key` selects the permutation.
     Time and memory do not depend on n.
@@ -454,8 +463,8 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     Method (a Feistel network): write the index as left * b + right, with left < a and right < b.
     In each of four rounds, change left to (left + hash of right) modulo a, then right to
     (right + hash of left) modulo b. Each round can be undone, so the rounds are a bijection of
-    range(a * b), which contains range(n). Repeat them while the result is n or more ("cycle
-    walking", Black and Rogaway, 2002).
+    range(a * b), which contains range(n). Repeat the four rounds while the result is n or more
+    ("cycle walking", Black and Rogaway, 2002).
     """
     a = math.isqrt(n - 1) + 1
     b = (n - 1) // a + 1

@@ -34,8 +34,8 @@ class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
 
     vocab: int
-    # tokens of context, the most that gpt2 can use. modern and modern2 can train with longer ones.
-    # `sample` cuts a longer context, with each of them.
+    # number of tokens in the context. gpt2 cannot use more. modern and modern2 can train with longer
+    # sequences. `sample` cuts a longer context, with every architecture.
     block_size: int
     layers: int
     heads: int
@@ -72,6 +72,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + D / 2) of x (B, T, 2 H, D). cos_sin: from rope, (2, T, 1, D / 2)."""
     cos, sin = cos_sin
     a, b = x.chunk(2, -1)
+    # (a cos - b sin, b cos + a sin)
     return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
 
 
@@ -129,9 +130,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     # For short bfloat16 sequences on a CPU, the backward pass of torch's kernel can be ten times
     # slower than the backward pass of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
-    # is_causal is right only for T = S: torch lets query 0 see only key 0. T = 1 needs no mask.
+    # With is_causal, torch lets query i see the keys 0 to i. This is right only for T = S. For T = 1,
+    # the query is the last position and sees all keys, so it needs no mask.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
+    # Query i is at position S - T + i, and does not see later keys.
     mask = q.new_full((T, S), -math.inf).triu(S - T + 1)
     # Scale q and not the scores, because q has fewer elements.
     scores = (q * q.shape[-1] ** -0.5) @ k.mT + mask
@@ -201,10 +204,11 @@ def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
 class GPT(nn.Module):
     """A decoder-only transformer. Use `build`: the constructor does not initialise the weights.
 
-    Two attributes can be changed before compile_ and before the model is wrapped. With
-    checkpoint_activations = True, the backward pass computes each block again, which saves memory.
-    cross_entropy computes the loss. A function that replaces it must have the same arguments and
-    result. That in extras/cross_entropy.py saves memory.
+    Two attributes can be set, but only before compile_, and before the model is wrapped:
+    - checkpoint_activations: With True, the backward pass computes each block again. This saves
+      memory.
+    - cross_entropy: the function that computes the loss. Another function must have the same
+      arguments and result. The one in extras/cross_entropy.py saves memory.
     """
 
     def __init__(self, config: Config) -> None:
@@ -212,7 +216,7 @@ class GPT(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
-        # These attributes are functions, so that compile_ can replace them.
+        # compile_ replaces these attributes. `embed` is not a method: it gets the model as argument.
         self.embed, self.cross_entropy = embed, cross_entropy
         self.checkpoint_activations = False
         # nn.Embedding(V, C) would call normal_. On the device "meta", which `build` uses, its first
@@ -247,7 +251,7 @@ class GPT(nn.Module):
         start: at most S - 1, and 0 without caches. This and the size of caches are not checked.
         """
         x = self.embed(self, tokens, start)
-        # gpt2 does not use this.
+        # Blocks of gpt2 ignore this.
         cos_sin = rope(start, x.shape[1], self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
             if self.checkpoint_activations and self.training:
@@ -281,7 +285,7 @@ def build(config: Config, seed: int | None) -> GPT:
         model = GPT(config)
     if seed is not None:
         for name, parameter in model.named_parameters():
-            # swap_tensors keeps the parameter object, so a tied head stays tied.
+            # swap_tensors puts the weight into the same parameter object, so a tied head stays tied.
             torch.utils.swap_tensors(
                 parameter, nn.Parameter(initial_weight(config, seed, name, parameter.shape))
             )
@@ -294,7 +298,7 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
     name: from GPT.named_parameters(). Remove the prefix that the names have in a wrapper.
     shape: of the whole parameter, also if this process holds only a part of it.
     """
-    # The weights of norms are ones, and biases are zeros. Matrices are drawn below.
+    # The weights of norms are 1, and biases are 0. Matrices are drawn below.
     weight = torch.full(shape, float(name.endswith("weight")), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         arch = ARCHS[config.arch]
@@ -349,7 +353,8 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
 
     "matrices" are the weights of linear layers in the blocks. "embeddings" are the weights of the
     token and position embeddings, of the convolution and of the output layer. "vectors" are biases
-    and norm weights. The result has no item for an empty group, but groups["vectors"] is then [].
+    and norm weights. The result is a defaultdict: it has no item for an empty group, but
+    groups["vectors"] is then [].
     Pass the GPT itself. In a wrapper such as DistributedDataParallel, the names do not begin with
     "blocks.", so every matrix would be in "embeddings".
     """
@@ -373,7 +378,8 @@ def sample(
     prompt, and for a negative temperature or top_k.
 
     When a new token makes the context longer than block_size, the context is cut to its last
-    ceil(block_size / 2) tokens.
+    ceil(block_size / 2) tokens. All of these get new positions, so their keys and values must be
+    computed again. Cutting to the half makes this rare.
     """
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before")
@@ -394,7 +400,7 @@ def sample(
         tokens = sample_token(logits, temperature, top_k)
         context, start = torch.cat((context, tokens[:, None]), 1), end
         yield tokens
-        if end == config.block_size:
+        if end == config.block_size:  # Now the context has one token more.
             context, start = context[:, -math.ceil(end / 2) :], 0
 
 
