@@ -34,8 +34,8 @@ class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
 
     vocab: int
-    # number of tokens in the context. gpt2 cannot use more. modern and modern2 can train with longer
-    # sequences. `sample` cuts a longer context, with every architecture.
+    # number of tokens in the context. gpt2 cannot use more. modern and modern2 can train with
+    # longer sequences. `sample` cuts a longer context, with every architecture.
     block_size: int
     layers: int
     heads: int
@@ -130,8 +130,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     # For short bfloat16 sequences on a CPU, the backward pass of torch's kernel can be ten times
     # slower than the backward pass of the matrix products below (torch 2.13).
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
-    # With is_causal, torch lets query i see the keys 0 to i. This is right only for T = S. For T = 1,
-    # the query is the last position and sees all keys, so it needs no mask.
+    # With is_causal, torch lets query i see the keys 0 to i. This is right only for T = S. For
+    # T = 1, the query is the last position and sees all keys, so it needs no mask.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     # Query i is at position S - T + i, and does not see later keys.
@@ -216,7 +216,8 @@ class GPT(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
-        # compile_ replaces these attributes. `embed` is not a method: it gets the model as argument.
+        # compile_ replaces these attributes. `embed` is not a method, so it gets the model as an
+        # argument.
         self.embed, self.cross_entropy = embed, cross_entropy
         self.checkpoint_activations = False
         # nn.Embedding(V, C) would call normal_. On the device "meta", which `build` uses, its first
@@ -285,7 +286,8 @@ def build(config: Config, seed: int | None) -> GPT:
         model = GPT(config)
     if seed is not None:
         for name, parameter in model.named_parameters():
-            # swap_tensors puts the weight into the same parameter object, so a tied head stays tied.
+            # swap_tensors keeps the parameter object and changes its content, so a tied head stays
+            # tied.
             torch.utils.swap_tensors(
                 parameter, nn.Parameter(initial_weight(config, seed, name, parameter.shape))
             )
