@@ -34,10 +34,9 @@ import filelock
 from fsspec.config import conf
 from fsspec.core import url_to_fs
 
-# What fsspec's HTTP file system knows of the version of a file.
-HTTP_VERSION = ("ETag", "Last-Modified", "Content-MD5", "Digest", "size")
 # What changes with the content of a file, in the words of different file systems; the first counts.
-CHANGES = "ETag etag generation sha mtime modify LastModified last_modified created".split()
+CHANGES = "ETag etag generation sha Last-Modified mtime modify modificationTime".split()
+CHANGES += "LastModified last_modified created".split()
 Texts = dict[tuple[str, str], list[str]]  # (folder, name) -> parts of the text, in order
 
 
@@ -247,10 +246,9 @@ def _upload_texts(texts: Texts, url: str) -> None:
 def download(url: str) -> list[str]:
     """Return local copies of the files that a URL names, sorted by name. The URL may be a glob.
 
-    Copies are in $XDG_CACHE_HOME/ddpkit (~/.cache/ddpkit), one for each version of each file. The
-    version of a file at http:// or https:// is its ETag, modification time and size, as far as the
-    server sends them. Any number of processes may call this: on each node the first one downloads
-    and the others wait.
+    Copies are in $XDG_CACHE_HOME/ddpkit (~/.cache/ddpkit), one for each version of each file: its
+    size and, as far as the server sends them, its ETag or the time of its last change. Any number
+    of processes may call this: on each node the first one downloads and the others wait.
     FileNotFoundError if no file matches, IsADirectoryError if a folder does. OSError if a file that
     is not at http:// or https:// changes meanwhile: large ones are read in parts.
 
@@ -266,7 +264,8 @@ def download(url: str) -> list[str]:
         if not names and "://" in path:
             _raise_http_error(fs, path)
         # All versions first, from one listing: a download clears fsspec's cache of it.
-        digests = [hashlib.sha256(_version(fs, name).encode()).hexdigest()[:32] for name in names]
+        versions = [f"{fs.unstrip_protocol(name)} {_version(fs, name)}" for name in names]
+        digests = [hashlib.sha256(version.encode()).hexdigest()[:32] for version in versions]
         folders = [os.path.join(cache, "ddpkit", digest) for digest in digests]
         copies = [_copy_once(fs, *pair) for pair in zip(names, folders)]
     if not copies:
@@ -274,14 +273,14 @@ def download(url: str) -> list[str]:
     return copies
 
 
-def _version(fs: Any, name: str) -> str:
-    """Return what the file system knows of the version of a file."""
-    info, version = fs.info(name), f"{fs.unstrip_protocol(name)} {fs.ukey(name)}"
-    if "://" in name:  # http: here ukey() depends only on the URL
-        version += "".join(f" {info.get(key)}" for key in HTTP_VERSION)
-    elif "time" in info and "mtime" in info:  # sftp and smb: "time" is that of the last access
-        version = f"{fs.unstrip_protocol(name)} {info['size']} {info['mtime']}"
-    return version
+def _version(fs: Any, name: str) -> tuple[Any, Any]:
+    """Return the size of a remote file, and what changes with its content.
+
+    Not all of fs.info(): it can have the time of the last access, and the number of hard links.
+    """
+    info = fs.info(name)
+    changes = next((info[key] for key in CHANGES if key in info), None)
+    return info.get("size"), changes or fs.ukey(name)
 
 
 def _raise_http_error(fs: Any, name: str) -> None:
@@ -306,11 +305,7 @@ def _copy_once(fs: Any, name: str, folder: str) -> str:
         with filelock.FileLock(os.path.join(folder, ".lock")):
             try:
                 if not os.path.exists(copy):
-                    before = _state(fs, name)
-                    fs.get_file(name, part)
-                    _check_size(fs, name, part)
-                    if "://" not in name and _state(fs, name) != before:
-                        raise OSError(f"{name}: was changed during the download; start again")
+                    _download_file(fs, name, part)
                     os.replace(part, copy)
             finally:  # without the lock, this could delete the part of the next process
                 with suppress(FileNotFoundError):
@@ -320,18 +315,17 @@ def _copy_once(fs: Any, name: str, folder: str) -> str:
     return copy
 
 
-def _state(fs: Any, name: str) -> tuple[Any, Any]:
-    """Return the size of a remote file, and what changes with its content."""
+def _download_file(fs: Any, name: str, copy: str) -> None:
+    """Make a durable copy. OSError if its size is wrong, or if the file is changed meanwhile."""
     fs.invalidate_cache()
-    info = fs.info(name)
-    return info.get("size"), next((info[key] for key in CHANGES if key in info), None)
-
-
-def _check_size(fs: Any, name: str, copy: str) -> None:
-    """Make a copy durable, and raise OSError unless it is as large as the remote file."""
-    size, expected = os.path.getsize(copy), fs.size(name)
-    if expected not in (size, None):
-        raise OSError(f"{fs.unstrip_protocol(name)}: got {size} of {expected} bytes")
+    before = _version(fs, name)
+    fs.get_file(name, copy)
+    fs.invalidate_cache()
+    after, size = _version(fs, name), os.path.getsize(copy)
+    if after[0] not in (size, None):
+        raise OSError(f"{fs.unstrip_protocol(name)}: got {size} of {after[0]} bytes")
+    if after != before and "://" not in name:  # http reads a file in one part
+        raise OSError(f"{name}: was changed during the download; start again")
     with open(copy, "rb+") as file:
         os.fsync(file.fileno())
 
