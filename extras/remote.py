@@ -31,7 +31,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import filelock
-from fsspec.config import conf
 from fsspec.core import url_to_fs
 
 # What changes with the content of a file, in the words of different file systems; the first counts.
@@ -344,20 +343,6 @@ def _has_password(url: str) -> bool:
     return any(re.match(r"[^/?#]*:(?!\d*[/?#])", user) for user in users)
 
 
-def _http_settings() -> dict[str, Any]:
-    """Return the user's settings of fsspec, and limits for the time in which no data arrives.
-
-    aiohttp's own limit is 5 minutes for a whole download.
-    """
-    try:
-        timeout = importlib.import_module("aiohttp").ClientTimeout
-    except ImportError:  # fsspec says what is missing
-        return {}
-    ours = {"timeout": timeout(total=None, connect=60, sock_connect=60, sock_read=60)}
-    theirs = [conf.get(name, {}).get("client_kwargs", {}) for name in ("http", "https")]
-    return {"client_kwargs": ours | theirs[0] | theirs[1]}
-
-
 @contextmanager
 def _file_system(url: str) -> Iterator[tuple[Any, str]]:
     """Give (fsspec file system, path) of a URL, and turn its errors into OSError.
@@ -372,8 +357,11 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
         )
     fs = None
     try:
-        http = url.startswith(("http://", "https://"))
-        fs, path = url_to_fs(url, **(_http_settings() if http else {}))
+        fs, path = url_to_fs(url)
+        if url.startswith(("http://", "https://")):
+            # Limit the time without data. The default of aiohttp is a limit for the whole download.
+            timeout = importlib.import_module("aiohttp").ClientTimeout(connect=60, sock_read=60)
+            fs.client_kwargs = {"timeout": timeout, **fs.client_kwargs}
         yield fs, path.rstrip("/")
     except (FileNotFoundError, IsADirectoryError, ImportError, ValueError) as error:
         # fsspec makes a FileNotFoundError of each error of an ftp server. Only error_perm is final.
