@@ -260,8 +260,9 @@ def download(url: str) -> list[str]:
         names = [path] if fs.exists(path) else sorted(fs.glob(path))
         if any(map(fs.isdir, names)):
             raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
-        if not names and "://" in path:
-            _raise_http_error(fs, path)
+        if not names and "://" in path:  # exists() of http hides the server's error; this raises it
+            with suppress(FileNotFoundError):
+                fs.cat_file(path, end=1)
         # All versions first, from one listing: a download clears fsspec's cache of it.
         versions = [f"{fs.unstrip_protocol(name)} {_version(fs, name)}" for name in names]
         digests = [hashlib.sha256(version.encode()).hexdigest()[:32] for version in versions]
@@ -280,15 +281,6 @@ def _version(fs: Any, name: str) -> tuple[Any, Any]:
     info = fs.info(name)
     changes = next((info[key] for key in CHANGES if key in info), None)
     return info.get("size"), changes or fs.ukey(name)
-
-
-def _raise_http_error(fs: Any, name: str) -> None:
-    """Raise OSError unless the server says that there is no such file. exists() hides the error."""
-    try:
-        fs.info(name)
-    except FileNotFoundError as error:
-        if error.__cause__ and getattr(error.__cause__, "status", 0) not in (404, 410):
-            raise OSError(f"{error.__cause__}") from None
 
 
 def _copy_once(fs: Any, name: str, folder: str) -> str:
