@@ -36,7 +36,7 @@ from fsspec.core import url_to_fs
 # What changes with the content of a file, in the words of different file systems; the first counts.
 CHANGES = "ETag etag generation sha Last-Modified mtime modify modificationTime".split()
 CHANGES += "LastModified last_modified created".split()
-Texts = dict[tuple[str, str], list[str]]  # (folder, name) -> parts of the text, in order
+Texts = dict[tuple[str, str], str]  # (folder, name) -> the text in memory
 
 
 def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
@@ -204,20 +204,18 @@ def _lock(url: str, timeout: float = 0.0) -> None:
 
 
 def _write_text(texts: Texts, url: str, name: str, text: str) -> None:
-    texts[url, name] = [text]
+    texts[url, name] = text
     _upload_text(url, name, text)
 
 
 def _append_text(texts: Texts, url: str, name: str, line: str) -> None:
-    if (url, name) not in texts:
-        texts[url, name] = [_read_text(texts, url, name)]
-    texts[url, name].append(line)
+    texts[url, name] = _read_text(texts, url, name) + line
 
 
 def _read_text(texts: Texts, url: str, name: str) -> str:
     """Return the text in memory, which has the lines that are not uploaded yet, or download it."""
     if (url, name) in texts:
-        return "".join(texts[url, name])
+        return texts[url, name]
     with suppress(FileNotFoundError), _file_system(url) as (fs, path):
         return str(fs.cat_file(f"{path}/{name}").decode(errors="replace"))
     return ""
@@ -230,10 +228,10 @@ def _upload_text(url: str, name: str, text: str) -> None:
 
 def _upload_texts(texts: Texts, url: str) -> None:
     """Upload all texts of a folder. An OSError becomes a warning, so the checkpoint follows."""
-    for folder, name in list(texts):
+    for (folder, name), text in list(texts.items()):
         if folder == url:
             try:
-                _upload_text(url, name, "".join(texts[folder, name]))
+                _upload_text(url, name, text)
             except OSError as error:
                 message = f"{name} not written, the next save tries again: {error}"
                 warnings.warn(message, stacklevel=2)
