@@ -95,7 +95,6 @@ def _save(
         _upload_texts(texts, url)
         with _file_system(url) as (fs, path):
             target = f"{path}/{entry.name}"
-            fs.invalidate_cache()
             if not fs.exists(target) or not _verifies(ckpt, url, entry):
                 try:
                     fs.put_file(f"{local}/{entry.name}", target)
@@ -161,7 +160,6 @@ def _newest(
 def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
     paths = []
     with suppress(FileNotFoundError), _file_system(url) as (fs, path):
-        fs.invalidate_cache()
         # Not exists(): for some file systems it is False if the server does not answer.
         paths = fs.ls(path, detail=False)
         # fsspec's ftp returns an empty list if the server refuses for now to list a folder.
@@ -254,7 +252,6 @@ def download(url: str) -> list[str]:
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     with _file_system(url) as (fs, path):
-        fs.invalidate_cache()
         names = [path] if fs.exists(path) else sorted(fs.glob(path))
         if any(map(fs.isdir, names)):
             raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
@@ -352,14 +349,13 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
             # Limit the time without data. The default of aiohttp is a limit for the whole download.
             timeout = importlib.import_module("aiohttp").ClientTimeout(connect=60, sock_read=60)
             fs.client_kwargs = {"timeout": timeout, **fs.client_kwargs}
+        fs.invalidate_cache()  # of listings
         yield fs, path.rstrip("/")
     except (FileNotFoundError, IsADirectoryError, ImportError, ValueError) as error:
         # fsspec makes a FileNotFoundError of each error of an ftp server. Only error_perm is final.
         cause = error.__cause__
         if isinstance(cause, ftplib.Error) and not isinstance(cause, ftplib.error_perm):
             raise OSError(f"{url}: {cause}") from error
-        raise
-    except _NoAnswer:
         raise
     except Exception as error:
         if fs is not None:  # The connection can be lost: connect again next time.
