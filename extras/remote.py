@@ -83,25 +83,12 @@ def _save(
     loss: float | None = None,
     keep: int | None = None,
 ) -> Any:
-    """Write a checkpoint to a temporary local folder and upload it, after the texts.
-
-    An upload that fails may leave a part of the file where the file system is not an object store.
-    That part is deleted if possible; otherwise its digest does not match its name. A file that is
-    there already and verifies is not written again, because a failure would delete it.
-    """
+    """Write a checkpoint to a temporary local folder and upload it, after the texts."""
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
         entry = ckpt.save(local, state, step, loss)
         _make_folder(url)
         _upload_texts(texts, url)
-        with _file_system(url) as (fs, path):
-            target = f"{path}/{entry.name}"
-            if not fs.exists(target) or not _verifies(ckpt, url, entry):
-                try:
-                    fs.put_file(f"{local}/{entry.name}", target)
-                except BaseException:
-                    with suppress(Exception):  # there may be no file, or no connection
-                        fs.rm_file(target)
-                    raise
+        _upload(ckpt, f"{local}/{entry.name}", url, entry)
     try:
         for other in _list_checkpoints(ckpt, url):
             if other.step == step and other != entry:
@@ -113,6 +100,26 @@ def _save(
     return entry
 
 
+def _upload(ckpt: ModuleType, file: str, url: str, entry: Any) -> None:
+    """Upload the file of a checkpoint, unless it is there already and verifies.
+
+    An upload that fails may leave a part of the file where the file system is not an object store.
+    That part is deleted if possible; otherwise its digest does not match its name. It can be a part
+    of a file that was good, so a good one is not written again.
+    """
+    with suppress(FileNotFoundError, ValueError):  # not there, or damaged
+        _load(ckpt, url, entry)
+        return
+    with _file_system(url) as (fs, path):
+        target = f"{path}/{entry.name}"
+        try:
+            fs.put_file(file, target)
+        except BaseException:
+            with suppress(Exception):  # there may be no file, or no connection
+                fs.rm_file(target)
+            raise
+
+
 def _load(ckpt: ModuleType, url: str, entry: Any) -> dict[str, Any]:
     """Download a checkpoint to a temporary local folder, read and verify it."""
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
@@ -121,15 +128,6 @@ def _load(ckpt: ModuleType, url: str, entry: Any) -> dict[str, Any]:
                 fs.get_file(f"{path}/{entry.name}", f"{local}/{entry.name}")
         state: dict[str, Any] = ckpt.load(local, entry)  # refuses a sharded checkpoint
     return state
-
-
-def _verifies(ckpt: ModuleType, url: str, entry: Any) -> bool:
-    """Return whether a checkpoint that is at a URL can be used."""
-    try:
-        _load(ckpt, url, entry)
-    except ValueError:
-        return False
-    return True
 
 
 class _NoAnswer(Exception):
