@@ -285,17 +285,14 @@ def _copy_once(fs: Any, name: str, folder: str) -> str:
     copy = os.path.join(folder, os.path.basename(path)[-100:] or "data")
     part = f"{copy}.{socket.gethostname()}.part"  # some file systems lock per host only
     os.makedirs(folder, exist_ok=True)
-    try:
-        with filelock.FileLock(os.path.join(folder, ".lock")):
-            try:
-                if not os.path.exists(copy):
-                    _download_file(fs, name, part)
-                    os.replace(part, copy)
-            finally:  # without the lock, this could delete the part of the next process
-                with suppress(FileNotFoundError):
-                    os.unlink(part)
-    except NotImplementedError as error:  # of old versions of filelock
-        raise OSError(f"{folder}: {error}; XDG_CACHE_HOME can name a disk with locks") from error
+    with filelock.FileLock(os.path.join(folder, ".lock")):
+        try:
+            if not os.path.exists(copy):
+                _download_file(fs, name, part)
+                os.replace(part, copy)
+        finally:  # without the lock, this could delete the part of the next process
+            with suppress(FileNotFoundError):
+                os.unlink(part)
     return copy
 
 
