@@ -63,7 +63,7 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
         "prune": partial(_prune, ckpt),
         "set_aside": _set_aside,
         "make_folder": _make_folder,
-        "lock": _lock,
+        "lock": lambda url, timeout=0.0: None,
         "write_text": partial(_write_text, texts),
         "append_text": partial(_append_text, texts),
         "read_text": partial(_read_text, texts),
@@ -190,10 +190,6 @@ def _set_aside(url: str, name: str) -> None:
 def _make_folder(url: str) -> None:
     with _file_system(url) as (fs, path):
         fs.makedirs(path, exist_ok=True)
-
-
-def _lock(url: str, timeout: float = 0.0) -> None:
-    """Return None, because an object store has no locks."""
 
 
 # -------------------------------------------------------------------------------------- text files
