@@ -1,4 +1,4 @@
-"""Checkpoints, text files and data at URLs, through fsspec: s3://, gs://, ftp://, file://, ...
+"""Checkpoints, text files and data at URLs, through fsspec: s3://, gs://, sftp://, file://, ...
 
     import ckpt                                  # the core module, whose functions are used here
     files = storage(ckpt)                        # the functions of ckpt, for URLs
@@ -15,7 +15,6 @@ ImportError and ValueError keep their type. A URL with a password is a ValueErro
 written to logs and checkpoints: set an environment variable such as FSSPEC_FTP_PASSWORD.
 """
 
-import ftplib
 import hashlib
 import importlib
 import os
@@ -49,7 +48,8 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
     cannot append; each result of storage() has its own memory. Where the file system is not an
     object store, a process that is killed while it uploads a text leaves a part of that text. A
     process that is killed during a save or a load leaves a folder ddpkit-* in $TMPDIR or /tmp.
-    ValueError for write_sharded: a sharded checkpoint needs a folder.
+    ValueError for write_sharded: a sharded checkpoint needs a folder. ValueError of newest() for
+    ftp://, where fsspec can take an error of the server for an empty folder; download() allows it.
     """
     if write_sharded:
         raise ValueError("a sharded checkpoint needs a folder, not a URL")
@@ -158,12 +158,10 @@ def _newest(
 def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
     paths = []
     with suppress(FileNotFoundError), _file_system(url) as (fs, path):
+        if fs.protocol == "ftp":
+            raise ValueError("an ftp server cannot hold checkpoints; its errors look like no files")
         # Not exists(): for some file systems it is False if the server does not answer.
         paths = fs.ls(path, detail=False)
-        # fsspec's ftp returns an empty list if the server refuses for now to list a folder.
-        ftp = isinstance(getattr(fs, "ftp", None), ftplib.FTP)
-        if ftp and not paths and fs._strip_protocol(path) not in fs.dircache:
-            raise OSError("the folder was not listed; try again")
     return ckpt.parse_names(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
 
@@ -342,11 +340,7 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
             fs.client_kwargs = {"timeout": timeout, **fs.client_kwargs}
         fs.invalidate_cache()  # of listings
         yield fs, path.rstrip("/")
-    except (FileNotFoundError, IsADirectoryError, ImportError, ValueError) as error:
-        # fsspec makes a FileNotFoundError of each error of an ftp server. Only error_perm is final.
-        cause = error.__cause__
-        if isinstance(cause, ftplib.Error) and not isinstance(cause, ftplib.error_perm):
-            raise OSError(f"{url}: {cause}") from error
+    except (FileNotFoundError, IsADirectoryError, ImportError, ValueError):
         raise
     except Exception as error:
         if fs is not None:  # The connection can be lost: connect again next time.
