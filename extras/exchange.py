@@ -255,13 +255,14 @@ def read_nanogpt(path: Path, load: Callable[[BinaryIO], Any]) -> Model:
                 f"{str(error).splitlines()[0]}. Only tensors and plain values are read. If you "
                 "trust the file, torch.load it, and torch.save its 'model' and 'model_args' alone"
             ) from error
-    parts = [state.get(key) for key in ("model", "model_args")] if isinstance(state, dict) else []
-    if not parts or not all(isinstance(part, dict) for part in parts):
-        raise ValueError(
-            "is not a nanoGPT checkpoint with 'model' and 'model_args'; for a checkpoint of run.py "
-            "name its folder"
-        )
-    model = from_gpt2(state["model"], state["model_args"]["n_head"], conv1d=False)
+    match state:
+        case {"model": dict(weights), "model_args": {"n_head": heads}}:
+            model = from_gpt2(weights, heads, conv1d=False)
+        case _:
+            raise ValueError(
+                "is not a nanoGPT checkpoint with 'model' and 'model_args'; for a checkpoint of "
+                "run.py name its folder"
+            )
     vocabulary = state.get("vocabulary", model.vocabulary)
     return model._replace(vocabulary=check_vocabulary(vocabulary, model.config["vocab"]))
 
