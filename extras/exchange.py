@@ -59,12 +59,13 @@ def read(path: str, load: Callable[[BinaryIO], Any]) -> Model:
     folder = Path(path)
     file = folder / "ckpt.pt" if folder.is_dir() else folder
     try:
-        if (folder / "config.json").exists():
+        if any(folder.glob("model.safetensors*")):
             return read_hf(folder)
-        if not folder.exists():
-            raise ValueError("no such file or folder; models of a hub are not downloaded")
         if not file.is_file():
-            raise ValueError("is not a file, and not a folder with a config.json or a ckpt.pt")
+            raise ValueError(
+                "is not a file, and not a folder with a checkpoint of run.py, a model.safetensors "
+                "or a ckpt.pt; models of a hub are not downloaded"
+            )
         with open(file, "rb") as opened:
             start = opened.read(9)  # a safetensors file begins with 8 bytes and a JSON object
         return read_safetensors(file) if start.endswith(b"{") else read_nanogpt(file, load)
@@ -234,11 +235,6 @@ def read_hf(folder: Path) -> Model:
         names = sorted({Path(name).name for name in weight_map.values()})
     weights: dict[str, Tensor] = {}
     for name in names:
-        if not (folder / name).exists():
-            raise ValueError(
-                f"there is no {name}, which transformers' save_pretrained writes, and no "
-                "checkpoint of run.py"
-            )
         weights |= load_safetensors(folder / name)[0]
     model = from_gpt2(weights, config.get("n_head", 12), conv1d=True)
     vocabulary = read_vocabulary(folder / "tokenizer.json", model.config["vocab"])
