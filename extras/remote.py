@@ -107,11 +107,12 @@ def _upload(ckpt: ModuleType, file: str, url: str, entry: Any) -> None:
     That part is deleted if possible; otherwise its digest does not match its name. It can be a part
     of a file that was good, so a good one is not written again.
     """
-    with suppress(FileNotFoundError, ValueError):  # not there, or damaged
-        _load(ckpt, url, entry)
-        return
     with _file_system(url) as (fs, path):
         target = f"{path}/{entry.name}"
+        if fs.exists(target):
+            with suppress(ValueError):  # damaged
+                _load(ckpt, url, entry)
+                return
         try:
             fs.put_file(file, target)
         except BaseException:
