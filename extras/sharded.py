@@ -12,7 +12,8 @@
 The checkpoint is a folder with one file of torch.distributed.checkpoint (DCP) per rank, and
 manifest.json, which has the SHA-256 of the files, the places of the shards and the rest of the
 state. The folder gets its name, with the digest of the manifest, when everything in it is durable.
-The pickle .metadata is only for other programs that use DCP.
+There is no .metadata, because that is a pickle, which can run code. So other programs cannot open
+the folder with DCP.
 """
 
 import io
@@ -247,7 +248,6 @@ def _write_shards(ckpt: ModuleType, path: Path, tensors: dict[str, Tensor]) -> s
     """Write the file of this rank with DCP. Return [file, [size, digest], its shards] as JSON."""
     rank = dist.get_rank()
     ckpt.make_folder(f"{path}")  # DCP would not make new folders durable
-    writer = _writer(path)
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(State(tensors), is_coordinator=rank == 0)
     plan = replace(planner.create_local_plan(), storage_data=_StoragePrefix(f"__{rank}_"))
@@ -256,11 +256,12 @@ def _write_shards(ckpt: ModuleType, path: Path, tensors: dict[str, Tensor]) -> s
         if item.index.fqn.startswith("model.") and tensor.isnan().any():
             raise ValueError(f"{item.index.fqn} contains NaN")  # `load` would refuse it
     try:
-        results = writer.write_data(plan, planner).wait()
+        results = dcp.FileSystemWriter(path, per_thread_copy_ahead=0).write_data(plan, planner)
     except RuntimeError as error:  # torch hides an OSError
         raise error.__context__ if isinstance(error.__context__, OSError) else error
     file = f"__{rank}_0.distcp"
-    return json.dumps([file, _describe_file(ckpt, path, file), _list_shards(plan, results)])
+    described = (path / file).stat().st_size, ckpt.sha256(path / file)
+    return json.dumps([file, described, _list_shards(plan, results.wait())])
 
 
 def _list_shards(plan: dcp.SavePlan, results: list[WriteResult]) -> State:
@@ -279,41 +280,21 @@ def _list_shards(plan: dcp.SavePlan, results: list[WriteResult]) -> State:
 
 
 def _write_manifest(ckpt: ModuleType, path: Path, manifest: State, parts: list[str]) -> None:
-    """Write .metadata and the manifest, on rank 0. parts: what `_write_shards` returned."""
+    """Write the manifest, on rank 0. parts: what `_write_shards` returned."""
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
     files, tensors = State(), State()
     for part in parts:
-        file, kind, table = json.loads(part)
-        if not (path / file).exists() or (path / file).stat().st_size != kind[0]:
+        file, described, table = json.loads(part)
+        if sizes.get(file) != described[0]:
             raise OSError(f"rank 0 does not see {file}; all ranks must share the folder")
-        files[file] = kind
+        files[file] = described
         for name, (dtype, shape, shard) in table.items():
             tensors.setdefault(name, [dtype, shape, []])[2].append(shard)
-    shapes = {}
-    for name, (dtype, shape, shards) in tensors.items():
-        shards.sort(key=lambda shard: shard[0])
+    for name, (_, shape, shards) in tensors.items():
+        shards.sort()
         _check_shards(name, shape, shards, files)
-        shapes[name] = _meta_tensor(dtype, shape)
-    metadata = _Reader(f"{path}", tensors, shapes).read_metadata()
-    metadata.planner_data = {name: (name,) for name in tensors}
-    results = [WriteResult(key, at.length, at) for key, at in metadata.storage_data.items()]
-    _writer(path).finish(metadata, [results])
-    files[".metadata"] = _describe_file(ckpt, path, ".metadata")
     text = json.dumps(manifest | {"files": files, "tensors": tensors}, default=float)
     ckpt.write_text(path, MANIFEST, text)
-
-
-def _writer(path: Path) -> dcp.FileSystemWriter:
-    # Without sync_files, because DCP would write a part of .metadata after the fsync.
-    writer = dcp.FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
-    writer.set_up_storage_writer(dist.get_rank() == 0)
-    return writer
-
-
-def _describe_file(ckpt: ModuleType, path: Path, name: str) -> tuple[int, str]:
-    """Make the content of a file durable. Return its size and digest."""
-    with (path / name).open("rb+") as file:
-        os.fsync(file.fileno())
-    return (path / name).stat().st_size, ckpt.sha256(path / name)
 
 
 def _meta_tensor(dtype: str, shape: list[int]) -> Tensor:
@@ -335,9 +316,9 @@ def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor
         manifest: State = json.loads(file.read_bytes())
         files, shapes = manifest["files"], {}
         for name, kind in files.items():
-            valid = re.fullmatch(r"\w+\.distcp|\.metadata", name)
+            valid = re.fullmatch(r"[\w.]+", name)
             if not valid or [type(value) for value in kind] != [int, str]:
-                raise ValueError(f"{name} is not a file of a checkpoint, with size and digest")
+                raise ValueError(f"{name} is not a file in the folder, with size and digest")
         for name, (dtype, shape, shards) in manifest["tensors"].items():
             _check_shards(name, shape, shards, files)
             shapes[name] = _meta_tensor(dtype, shape)
@@ -384,8 +365,6 @@ def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
     manifest, tensors = read_manifest(ckpt, path)
     for name, (size, digest) in manifest["files"].items():
         file = path / name
-        if name == ".metadata" and not file.exists():  # `cp folder/*` leaves it out
-            continue
         if not file.is_file() or file.stat().st_size != size or ckpt.sha256(file) != digest:
             raise ValueError(f"damaged: {name} does not have the size and digest in the manifest")
     if not read:

@@ -483,7 +483,7 @@ def manifest() -> Target:
             some = records[chance.choice(sorted(records))]
             some[chance.randrange(len(some))] = edit_torch_file(chance, bases, pool, others)
         a, b, c = len(records["__0_0.distcp"][0]), *(len(raw) for raw in records["__0_0.distcp"])
-        files = {name: b"".join(of_file) for name, of_file in records.items()} | {".metadata": b"x"}
+        files = {name: b"".join(of_file) for name, of_file in records.items()}
         listed = {name: [len(raw), ckpt_digest(raw)] for name, raw in files.items()}
         shards = [[[0, 0], [2, 3], "__0_0.distcp", 0, b]]
         shards += [[[2, 0], [2, 3], "__1_0.distcp", 0, len(files["__1_0.distcp"])]]

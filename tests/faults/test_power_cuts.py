@@ -859,7 +859,6 @@ UNSAFE = [
     ("sharded saves", "new/out/.saving-?", "missing"),
     ("sharded saves", "new/out/.saving-?/__0_0.distcp", "missing"),
     ("sharded saves", "new/out/.saving-?/__1_0.distcp", "missing"),
-    ("sharded saves", "new/out/.saving-?/.metadata", "missing"),
     ("sharded saves", "new/out/.saving-?/.saving-*", "missing"),  # becomes manifest.json
     ("remove", "new/out", "missing"),
     ("set aside", "new/out", "missing"),
