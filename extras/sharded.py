@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -71,7 +71,8 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
     if write_sharded:
         group = dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
         save_one = partial(write, ckpt, group)
-        functions |= {"snapshot": partial(snapshot, ckpt), "restore_": partial(restore_, ckpt)}
+        functions["snapshot"] = partial(snapshot, ckpt)
+        functions["restore_"] = partial(restore_, ckpt, read)
 
     def save(
         folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
@@ -219,8 +220,8 @@ def write(
     first = dist.get_rank() == 0
     try:
         # dcp.save would send many Python objects: for a minute with 1,024 ranks.
-        _DistWrapper(group, True, 0).all_reduce(
-            "write",
+        _on_all_ranks(
+            group,
             partial(_write_shards, ckpt, temporary, state["tensors"]),
             partial(_write_manifest, ckpt, temporary, state["manifest"]),
         )
@@ -229,19 +230,26 @@ def write(
             temporary.rename(Path(folder, entry.name))
             ckpt.fsync_folder(folder)
             return entry
-    except BaseException as error:
+    except (OSError, ValueError):
         shutil.rmtree(temporary, ignore_errors=True)  # on each rank, as they may not share it
-        if not isinstance(error, dcp.CheckpointException):
-            raise
         if first:
-            raise _first_error(error) from None
+            raise
 
 
-def _first_error(error: dcp.CheckpointException) -> OSError | ValueError:
-    """Return a one-line error of the first rank that failed."""
-    rank, (cause, _) = min(error.failures.items())
-    text = getattr(cause, "strerror", None) or f"{cause}".partition("\n")[0]
-    return (OSError if isinstance(cause, OSError) else ValueError)(f"rank {rank}: {text}")
+def _on_all_ranks(
+    group: Group | None, function: Callable[[], Any], finish: Callable[[list[Any]], Any] = len
+) -> None:
+    """Call function() on every rank, then finish(what all ranks returned) on rank 0.
+
+    Every rank must call this. If a rank fails, all ranks raise its error as OSError or ValueError.
+    """
+    try:
+        _DistWrapper(group, dist.is_initialized(), 0).all_reduce("", function, finish)
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        text = getattr(cause, "strerror", None) or f"{cause}".partition("\n")[0]
+        kind = OSError if isinstance(cause, OSError) else ValueError
+        raise kind(f"rank {rank}: {text}") from None
 
 
 def _write_shards(ckpt: ModuleType, path: Path, tensors: dict[str, Tensor]) -> str:
@@ -290,15 +298,11 @@ def _write_manifest(ckpt: ModuleType, path: Path, manifest: State, parts: list[s
         files[file] = described
         for name, (dtype, shape, shard) in table.items():
             tensors.setdefault(name, [dtype, shape, []])[2].append(shard)
-    for name, (_, shape, shards) in tensors.items():
+    for _, _, shards in tensors.values():
         shards.sort()
-        _check_shards(name, shape, shards, files)
-    text = json.dumps(manifest | {"files": files, "tensors": tensors}, default=float)
-    ckpt.write_text(path, MANIFEST, text)
-
-
-def _meta_tensor(dtype: str, shape: list[int]) -> Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
+    manifest = manifest | {"files": files, "tensors": tensors}
+    _outline(manifest)  # raises ValueError if `read_manifest` would
+    ckpt.write_text(path, MANIFEST, json.dumps(manifest, default=float))
 
 
 # --------------------------------------------------------------------------------------------- read
@@ -309,37 +313,47 @@ def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor
 
     ValueError if `write` cannot have written the manifest.
     """
-    file = path / MANIFEST  # is_file: opening a pipe might never end
-    if not file.is_file() or not path.name.endswith(f"-{ckpt.sha256(file)[:32]}"):
+    file = path / MANIFEST
+    if not file.is_file():  # opening a pipe might never end
+        raise ValueError(f"damaged: there is no file {file}; all ranks must share the folder")
+    if not path.name.endswith(f"-{ckpt.sha256(file)[:32]}"):
         raise ValueError(f"damaged: {MANIFEST} does not have the digest in the name of the folder")
+    text = file.read_bytes()
     try:
-        manifest: State = json.loads(file.read_bytes())
-        files, shapes = manifest["files"], {}
-        for name, kind in files.items():
-            valid = re.fullmatch(r"[\w.]+", name)
-            if not valid or [type(value) for value in kind] != [int, str]:
-                raise ValueError(f"{name} is not a file in the folder, with size and digest")
-        for name, (dtype, shape, shards) in manifest["tensors"].items():
-            _check_shards(name, shape, shards, files)
-            shapes[name] = _meta_tensor(dtype, shape)
-        _build_state(manifest, shapes)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        manifest: State = json.loads(text)
+        outline = _outline(manifest)
+        _build_state(manifest, outline)
+    except Exception as error:  # a forged manifest can raise anything
         raise ValueError(f"not a manifest: {error!r}") from error
-    return manifest, shapes
+    return manifest, outline
 
 
-def _check_shards(name: str, shape: list[int], shards: list[Any], files: State) -> None:
-    """Raise ValueError unless the shards are in `files`, and have each row once, in order."""
-    row = 0
-    for offsets, sizes, file, start, length in shards:
-        natural = all(type(n) is int and n >= 0 for n in (*offsets, *sizes, start, length))
-        if not natural or start + length > files[file][0]:
-            raise ValueError(f"a shard of {name} is not inside its file")
-        if offsets[:1] != [row][: len(shape)] or sizes[1:] != shape[1:]:
-            break
-        row += sizes[0] if shape else 1
-    if not shards or row != (shape[0] if shape else 1):
-        raise ValueError(f"{name} is not sharded along its first dimension alone")
+def _outline(manifest: State) -> dict[str, Tensor]:
+    """Return the tensors of a manifest on the device "meta".
+
+    ValueError, or any other error, unless the shards of each tensor are inside the files of the
+    folder, are as large as the tensor, and have each of its rows once, in order.
+    """
+    outline = {}
+    for name, (size, _) in manifest["files"].items():
+        if not re.fullmatch(r"[\w.]+", name) or type(size) is not int:
+            raise ValueError(f"{name} is not a file in the folder, with its size")
+    for name, (dtype, shape, shards) in manifest["tensors"].items():
+        row = 0
+        for offsets, sizes, file, start, length in shards:
+            natural = all(type(n) is int and n >= 0 for n in (*offsets, *sizes, start, length))
+            if not natural or start + length > manifest["files"][file][0]:
+                raise ValueError(f"a shard of {name} is not inside its file")
+            if offsets[:1] != [row][: len(shape)] or sizes[1:] != shape[1:]:
+                break
+            row += sizes[0] if shape else 1
+        if not shards or row != (shape[0] if shape else 1):
+            raise ValueError(f"{name} is not sharded along its first dimension alone")
+        kind = getattr(torch, dtype.removeprefix("torch."))
+        outline[name] = torch.empty(shape, dtype=kind, device="meta")
+        if outline[name].nbytes > sum(shard[4] for shard in shards):
+            raise ValueError(f"the shards of {name} are smaller than the tensor")
+    return outline
 
 
 def _build_state(manifest: State, tensors: dict[str, Tensor]) -> State:
@@ -368,61 +382,74 @@ def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
         if not file.is_file() or file.stat().st_size != size or ckpt.sha256(file) != digest:
             raise ValueError(f"damaged: {name} does not have the size and digest in the manifest")
     if not read:
-        return {**_build_state(manifest, tensors), "sharded_path": f"{path}"}
+        return {**_build_state(manifest, tensors), "sharded": (f"{path}", tensors)}
+    values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+    _read_values_(path, (manifest, tensors), read, values)
+    return _build_state(manifest, values)
+
+
+def _read_values_(
+    path: Path, found: tuple[State, dict[str, Tensor]], read: Read, tensors: dict[str, Tensor]
+) -> None:
+    """Read the values of `tensors`; of a DTensor, the part of this rank. DCP plans what is needed.
+
+    found: what `read_manifest` returned. ValueError unless each shard is as the manifest says, and
+    the model has no NaN.
+    """
+    manifest, saved = found
+    metadata = State()
     for name, (_, _, shards) in manifest["tensors"].items():
-        parts = [_read_shard(read, path, name, tensors[name].dtype, shard) for shard in shards]
-        tensors[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return _build_state(manifest, tensors)
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(s[0]), torch.Size(s[1])) for s in shards]
+        properties = TensorProperties(saved[name].dtype)
+        metadata[name] = dcp.TensorStorageMetadata(properties, saved[name].shape, chunks)
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner(State(tensors), dcp.Metadata(metadata))
+    for item in planner.create_local_plan().items:
+        name, place = item.storage_index.fqn, item.storage_index.index
+        _, sizes, file, start, length = manifest["tensors"][name][2][place]
+        with (path / file).open("rb") as opened:
+            opened.seek(start)
+            record = io.BytesIO(opened.read(length))
+        try:
+            value = read(record)
+        except ValueError as error:
+            raise ValueError(f"not a checkpoint: {file}: {error}") from None
+        expected = saved[name].dtype, sizes
+        if not isinstance(value, Tensor) or (value.dtype, [*value.shape]) != expected:
+            raise ValueError(f"not a checkpoint: {file}: {name} is not as the manifest says")
+        if name.startswith("model.") and value.isnan().any():
+            raise ValueError(f"worthless: {name} contains NaN")
+        part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
+        planner.resolve_tensor(item).copy_(value[part])
 
 
-def _read_shard(read: Read, path: Path, name: str, dtype: torch.dtype, shard: list[Any]) -> Tensor:
-    """Return a shard. ValueError unless it is as the manifest says, and the model without NaN."""
-    _, sizes, file, start, length = shard
-    with (path / file).open("rb") as opened:
-        opened.seek(start)
-        record = io.BytesIO(opened.read(length))
-    try:
-        value = read(record)
-    except ValueError as error:
-        raise ValueError(f"not a checkpoint: {file}: {error}") from None
-    if not isinstance(value, Tensor) or (value.dtype, [*value.shape]) != (dtype, sizes):
-        raise ValueError(f"not a checkpoint: {file} does not contain {name} as the manifest says")
-    if name.startswith("model.") and value.isnan().any():
-        raise ValueError(f"worthless: {name} contains NaN")
-    return value
-
-
-def restore_(ckpt: ModuleType, state: State, model: nn.Module, optimizers: Optimizers) -> None:
+def restore_(
+    ckpt: ModuleType, read: Read, state: State, model: nn.Module, optimizers: Optimizers
+) -> None:
     """Put the state that `load` returned on rank 0 into a model and optimizers.
 
     Every rank must call this. Any number of ranks with any strategy may have written the
-    checkpoint. The optimizers keep their settings. ValueError if the checkpoint does not fit.
+    checkpoint. The optimizers keep their settings. ValueError or OSError on all ranks if the
+    checkpoint does not fit, or if a rank cannot read it.
     """
-    paths = [state.get("sharded_path")]
+    outline = [state if "sharded" in state else {}]  # its tensors are on the device "meta"
     if dist.is_initialized():
-        dist.broadcast_object_list(paths)
-    if not paths[0]:
+        dist.broadcast_object_list(outline)
+    if not outline[0]:
         ckpt.restore_(state, model, optimizers)
         return
-    seen: list[Any] = [os.path.isdir(paths[0])]
-    if dist.is_initialized():
-        seen = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, os.path.isdir(paths[0]))
-    if not all(seen):
-        rank = seen.index(False)
-        raise ValueError(f"rank {rank} does not see {paths[0]}; all ranks must share the folder")
-    manifest, saved = read_manifest(ckpt, Path(paths[0]))
-    count = len(manifest["optimizers"])
+    (path, saved), count = outline[0]["sharded"], len(outline[0]["optimizers"])
     if count != len(optimizers):
         raise ValueError(f"{count} optimizers in the checkpoint, {len(optimizers)} here")
     model = ckpt.unwrap(model)
     _create_moments_(model, optimizers, {key.rsplit(".", 1)[0] for key in saved})
-    ours = _state_tensors(model, optimizers)
-    ckpt.check_same(saved, ours)
-    try:
-        dcp.load(State(ours), storage_reader=_Reader(paths[0], manifest["tensors"], saved))
-    except dcp.CheckpointException as error:
-        raise _first_error(error) from None
+    tensors = _state_tensors(model, optimizers)
+    ckpt.check_same(saved, tensors)
+
+    def read_part() -> None:
+        _read_values_(Path(path), read_manifest(ckpt, Path(path)), read, tensors)
+
+    _on_all_ranks(None, read_part)
 
 
 def _create_moments_(model: nn.Module, optimizers: Optimizers, saved: set[str]) -> None:
@@ -435,21 +462,3 @@ def _create_moments_(model: nn.Module, optimizers: Optimizers, saved: set[str]) 
         for parameter in [*optimizer.state]:
             if f"optimizers.{i}.{names[parameter]}" not in saved:  # it never had a gradient
                 del optimizer.state[parameter]
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, which takes the list of tensors from the manifest and not from a pickle."""
-
-    def __init__(self, path: str, table: State, shapes: dict[str, Tensor]):
-        super().__init__(path)
-        self.table, self.shapes = table, shapes
-
-    def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        """Return what .metadata would contain."""
-        tensors, places = State(), dict[MetadataIndex, Any]()
-        for name, (_, _, shards) in self.table.items():
-            chunks = [dcp.ChunkStorageMetadata(torch.Size(s[0]), torch.Size(s[1])) for s in shards]
-            properties = TensorProperties(self.shapes[name].dtype)
-            tensors[name] = dcp.TensorStorageMetadata(properties, self.shapes[name].shape, chunks)
-            places |= {MetadataIndex(name, s[0]): _StorageInfo(*s[2:]) for s in shards}
-        return dcp.Metadata(tensors, storage_data=places)
