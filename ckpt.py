@@ -103,7 +103,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     them before save() has ended.
     """
     model = unwrap(model)
-    names = _parameter_names(model, optimizers)
+    names = parameter_names(model, optimizers)
     state = {
         # With keep_vars, both names of a tied weight have the same tensor object, so to_cpu() makes
         # one copy of it, which is stored once.
@@ -167,12 +167,12 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     model = unwrap(model)
     ours: State = model.state_dict()
     check_same(state.get("model", {}), ours)
-    names = _parameter_names(model, optimizers)
+    names = parameter_names(model, optimizers)
     saved = state.get("optimizers", [{}] * len(optimizers))
     if len(saved) != len(optimizers):
         raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
     for optimizer, theirs in zip(optimizers, saved):
-        templates = _reset_(model, optimizer)
+        templates = reset_optimizer_(model, optimizer)
         unused = dict(theirs.get("state", {}))
         for parameter, template in templates.items():
             if values := unused.pop(names[parameter], {}):
@@ -197,7 +197,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     model.load_state_dict(ours)
 
 
-def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:
+def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:
     """Return {parameter: its name}. ValueError if an optimizer has a parameter of another model."""
     names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     if any(p not in names for o in optimizers for g in o.param_groups for p in g["params"]):
@@ -205,7 +205,7 @@ def _parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
     return names
 
 
-def _reset_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
+def reset_optimizer_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
     """Delete an optimizer's state and gradients. Return an example of its state."""
     # This import takes 0.5 s, so it is not at the top of the file.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

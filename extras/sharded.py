@@ -38,10 +38,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 State = dict[str, Any]
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -144,32 +144,29 @@ def set_aside(ckpt: ModuleType, folder: str, name: str) -> None:
 # -------------------------------------------------------------------------------------------- write
 
 
-def _names(model: nn.Module) -> tuple[dict[str, str], dict[Tensor, str]]:
-    """Return {name: first name} and {tensor: first name}: a tied head has two names."""
-    tensors = model.state_dict(keep_vars=True)
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
-            raise ValueError(
-                f"{name} is not a parameter or buffer; a sharded checkpoint has only these"
-            )
-    first = {value: name for name, value in reversed(tensors.items())}
-    return {name: first[value] for name, value in tensors.items()}, first
+def _state_tensors(
+    ckpt: ModuleType, model: nn.Module, optimizers: Optimizers
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return {"model.NAME": tensor, "optimizers.INDEX.NAME.MOMENT": tensor}, {name: first name}.
 
-
-def _state_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
-    """Return {"model.NAME": tensor, "optimizers.INDEX.NAME.MOMENT": tensor}, not copied."""
-    _, names = _names(model)
-    tensors = {f"model.{name}": value.detach() for value, name in names.items()}
+    The tensors are not copied. A tied weight has several names in the model, but is returned once.
+    """
+    parameters = ckpt.parameter_names(model, optimizers)
+    state = model.state_dict(keep_vars=True)  # a tied weight is the same object under each name
+    first = {id(value): name for name, value in reversed(state.items())}
+    names = {name: first[id(value)] for name, value in state.items()}
+    tensors = {f"model.{name}": state[name] for name in names.values()}
     for i, optimizer in enumerate(optimizers):
-        if any(p not in names for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(f"optimizer {i} has a parameter that is not one of the model")
         for parameter, moments in optimizer.state.items():
             for key, value in moments.items():
-                name = f"optimizers.{i}.{names[parameter]}.{key}"
-                if not isinstance(value, Tensor):
-                    raise ValueError(f"{name} is not a tensor; a sharded checkpoint cannot have it")
-                tensors[name] = value.detach()
-    return tensors
+                tensors[f"optimizers.{i}.{parameters[parameter]}.{key}"] = value
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor) or name.endswith("._extra_state"):
+            raise ValueError(
+                f"{name} is not a parameter, a buffer or a tensor of an optimizer; a sharded "
+                "checkpoint has only these"
+            )
+    return {name: value.detach() for name, value in tensors.items()}, names
 
 
 def snapshot(ckpt: ModuleType, model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
@@ -185,17 +182,14 @@ def snapshot(ckpt: ModuleType, model: nn.Module, optimizers: Optimizers, **more:
             )
     model = ckpt.unwrap(model)
     rank, size = dist.get_rank(), dist.get_world_size()
-    tensors = _state_tensors(model, optimizers)
-    names, first = _names(model)
-    buffers = {f"model.{first[buffer]}" for buffer in model.buffers() if buffer in first}
-    by_size = sorted(tensors.items(), key=lambda item: -item[1].nbytes)  # for about equal parts
-    writers = {name: 0 if name in buffers else i % size for i, (name, _) in enumerate(by_size)}
-    mine = (x for x in by_size if writers[x[0]] == rank or isinstance(x[1], DTensor))
-    copies = {name: tensor.to("cpu", copy=True) for name, tensor in mine}
-    groups = [
-        [{**group, "params": [first[p] for p in group["params"]]} for group in o.param_groups]
-        for o in optimizers
-    ]
+    tensors, names = _state_tensors(ckpt, model, optimizers)
+    buffers = {f"model.{name}" for name, _ in model.named_buffers()}
+    by_size = sorted(tensors, key=lambda name: -tensors[name].nbytes)  # for about equal parts
+    writers = {name: 0 if name in buffers else i % size for i, name in enumerate(by_size)}
+    mine = [n for n in by_size if writers[n] == rank or isinstance(tensors[n], DTensor)]
+    copies = {name: tensors[name].to("cpu", copy=True) for name in mine}
+    parameters = ckpt.parameter_names(model, optimizers)
+    groups = [tree_map_only(nn.Parameter, parameters.get, o.param_groups) for o in optimizers]
     return {"tensors": copies, "manifest": {"names": names, "optimizers": groups, "state": more}}
 
 
@@ -442,23 +436,16 @@ def restore_(
     if count != len(optimizers):
         raise ValueError(f"{count} optimizers in the checkpoint, {len(optimizers)} here")
     model = ckpt.unwrap(model)
-    _create_moments_(model, optimizers, {key.rsplit(".", 1)[0] for key in saved})
-    tensors = _state_tensors(model, optimizers)
+    parameters = ckpt.parameter_names(model, optimizers)
+    with_moments = {key.rsplit(".", 1)[0] for key in saved}
+    for i, optimizer in enumerate(optimizers):
+        for parameter, moments in ckpt.reset_optimizer_(model, optimizer).items():
+            if f"optimizers.{i}.{parameters[parameter]}" in with_moments:
+                optimizer.state[parameter] = moments
+    tensors, _ = _state_tensors(ckpt, model, optimizers)
     ckpt.check_same(saved, tensors)
 
     def read_part() -> None:
         _read_values_(Path(path), read_manifest(ckpt, Path(path)), read, tensors)
 
     _on_all_ranks(None, read_part)
-
-
-def _create_moments_(model: nn.Module, optimizers: Optimizers, saved: set[str]) -> None:
-    """Create the moments of the parameters in `saved` ("optimizers.INDEX.NAME")."""
-    _, names = _names(model)
-    for i, optimizer in enumerate(optimizers):
-        optimizer.zero_grad(set_to_none=True)
-        optimizer.state.clear()
-        get_optimizer_state_dict(model, optimizer)  # creates all moments, by a step of length 0
-        for parameter in [*optimizer.state]:
-            if f"optimizers.{i}.{names[parameter]}" not in saved:  # it never had a gradient
-                del optimizer.state[parameter]
