@@ -338,7 +338,8 @@ def _outline(manifest: State) -> dict[str, Tensor]:
             natural = all(type(n) is int and n >= 0 for n in (*offsets, *sizes, start, length))
             if not natural or start + length > manifest["files"][file][0]:
                 raise ValueError(f"a shard of {name} is not inside its file")
-            if offsets[:1] != [row][: len(shape)] or sizes[1:] != shape[1:]:
+            begin = [row, *[0] * len(shape[1:])][: len(shape)]
+            if offsets != begin or sizes[1:] != shape[1:] or len(sizes) != len(shape):
                 break
             row += sizes[0] if shape else 1
         if not shards or row != (shape[0] if shape else 1):
@@ -376,21 +377,20 @@ def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
         if not file.is_file() or file.stat().st_size != size or ckpt.sha256(file) != digest:
             raise ValueError(f"damaged: {name} does not have the size and digest in the manifest")
     if not read:
-        return {**_build_state(manifest, tensors), "sharded": (f"{path}", tensors)}
+        return {**_build_state(manifest, tensors), "sharded_path": f"{path}"}
     values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-    _read_values_(path, (manifest, tensors), read, values)
+    _read_values_(values, read, path, manifest, tensors)
     return _build_state(manifest, values)
 
 
 def _read_values_(
-    path: Path, found: tuple[State, dict[str, Tensor]], read: Read, tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor], read: Read, path: Path, manifest: State, saved: dict[str, Tensor]
 ) -> None:
     """Read the values of `tensors`; of a DTensor, the part of this rank. DCP plans what is needed.
 
-    found: what `read_manifest` returned. ValueError unless each shard is as the manifest says, and
-    the model has no NaN.
+    manifest, saved: what `read_manifest` returned. ValueError unless each shard is as the manifest
+    says, and the model has no NaN.
     """
-    manifest, saved = found
     metadata = State()
     for name, (_, _, shards) in manifest["tensors"].items():
         chunks = [dcp.ChunkStorageMetadata(torch.Size(s[0]), torch.Size(s[1])) for s in shards]
@@ -423,16 +423,18 @@ def restore_(
     """Put the state that `load` returned on rank 0 into a model and optimizers.
 
     Every rank must call this. Any number of ranks with any strategy may have written the
-    checkpoint. The optimizers keep their settings. ValueError or OSError on all ranks if the
-    checkpoint does not fit, or if a rank cannot read it.
+    checkpoint. The optimizers keep their settings. ValueError on all ranks if the checkpoint does
+    not fit; ValueError or OSError on all ranks if one of them cannot read it.
     """
-    outline = [state if "sharded" in state else {}]  # its tensors are on the device "meta"
+    sent: list[Any] = [None]
+    if path := state.get("sharded_path"):
+        sent = [(path, read_manifest(ckpt, Path(path))[1], len(state["optimizers"]))]
     if dist.is_initialized():
-        dist.broadcast_object_list(outline)
-    if not outline[0]:
+        dist.broadcast_object_list(sent)
+    if not sent[0]:
         ckpt.restore_(state, model, optimizers)
         return
-    (path, saved), count = outline[0]["sharded"], len(outline[0]["optimizers"])
+    path, saved, count = sent[0]
     if count != len(optimizers):
         raise ValueError(f"{count} optimizers in the checkpoint, {len(optimizers)} here")
     model = ckpt.unwrap(model)
@@ -446,6 +448,6 @@ def restore_(
     ckpt.check_same(saved, tensors)
 
     def read_part() -> None:
-        _read_values_(Path(path), read_manifest(ckpt, Path(path)), read, tensors)
+        _read_values_(tensors, read, Path(path), *read_manifest(ckpt, Path(path)))
 
     _on_all_ranks(None, read_part)
