@@ -21,10 +21,9 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -66,7 +65,7 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
         "newest": partial(ckpt.newest, load=load_any),
         "prune": partial(prune, ckpt),
         "set_aside": partial(set_aside, ckpt),
-        "check_shared_folder": check_shared_folder,
+        "check_shared_folder": partial(check_shared_folder, ckpt),
     }
     if write_sharded:
         group = dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
@@ -92,40 +91,31 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
 # --------------------------------------------------------------------------------------- the folder
 
 
-def check_shared_folder(folder: str) -> None:
-    """Raise ValueError if the ranks do not all see the same folder. Every rank must call this.
-
-    OSError on all ranks if rank 0 cannot write to it.
-    """
-    file: Any = nullcontext()
-    sent: list[Any] = [None]  # a file name or an error
-    if dist.get_rank() == 0:
-        try:
-            file = tempfile.NamedTemporaryFile(dir=folder)
-            sent = [os.path.basename(file.name)]
-        except OSError as error:
-            sent = [error]
-    with file:
-        dist.broadcast_object_list(sent)
-        if isinstance(sent[0], OSError):
-            raise sent[0]
-        seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, os.path.exists(os.path.join(folder, sent[0])))
+def check_shared_folder(ckpt: ModuleType, folder: str) -> None:
+    """Raise ValueError unless all ranks see what rank 0 writes. Every rank must call this."""
+    name, rank0 = [ckpt.TEMPORARY + uuid.uuid4().hex], dist.get_rank() == 0
+    if rank0:
+        with suppress(OSError):  # then no rank sees it
+            Path(folder, name[0]).touch()
+    dist.broadcast_object_list(name)
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, os.path.exists(Path(folder, name[0])))
+    if rank0:
+        Path(folder, name[0]).unlink(missing_ok=True)
     if not all(seen):
         raise ValueError("a sharded checkpoint needs a folder that all ranks share")
 
 
 def remove(ckpt: ModuleType, folder: str, name: str) -> None:
-    """Delete a checkpoint, or a temporary file or folder, if it exists."""
-    with suppress(FileNotFoundError):  # another process may have deleted it
-        if not Path(folder, name).is_dir():
-            Path(folder, name).unlink()
-        else:
-            # What an interrupted deletion leaves must not have the name of a checkpoint.
-            hidden = Path(folder, name).rename(Path(folder, ckpt.TEMPORARY + uuid.uuid4().hex))
-            ckpt.fsync_folder(folder)
-            # ckpt.lock deletes the rest, such as open files on NFS.
-            shutil.rmtree(hidden, ignore_errors=True)
+    """Delete a checkpoint, if it exists."""
+    path = Path(folder, name)
+    if path.is_dir():
+        # What an interrupted deletion leaves must not have the name of a checkpoint.
+        path = path.rename(Path(folder, ckpt.TEMPORARY + uuid.uuid4().hex))
+        ckpt.fsync_folder(folder)
+        shutil.rmtree(path, ignore_errors=True)  # ckpt.lock deletes the rest
+    else:
+        path.unlink(missing_ok=True)
 
 
 def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
@@ -173,13 +163,16 @@ def snapshot(ckpt: ModuleType, model: nn.Module, optimizers: Optimizers, **more:
     """Return, for `write`, a copy on the CPU of what this rank writes. Every rank must call this.
 
     Rank 0 writes all buffers, because they can differ between ranks.
-    more: only dicts with text as keys, lists, text, numbers, bool and None. Otherwise ValueError.
+    more: ValueError unless JSON keeps it as it is: dicts with text as keys, lists, text, numbers
+    (but not NaN), bool and None.
     """
     for name, value in more.items():
-        if not _is_json(value):
-            raise ValueError(
-                f"JSON cannot represent {name}, so a sharded checkpoint cannot have it"
-            )
+        try:
+            is_kept = json.loads(json.dumps(value)) == value
+        except TypeError:  # for example, of a tensor
+            is_kept = False
+        if not is_kept:
+            raise ValueError(f"JSON cannot represent {name}; a sharded checkpoint cannot have it")
     model = ckpt.unwrap(model)
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors, names = _state_tensors(ckpt, model, optimizers)
@@ -191,15 +184,6 @@ def snapshot(ckpt: ModuleType, model: nn.Module, optimizers: Optimizers, **more:
     parameters = ckpt.parameter_names(model, optimizers)
     groups = [tree_map_only(nn.Parameter, parameters.get, o.param_groups) for o in optimizers]
     return {"tensors": copies, "manifest": {"names": names, "optimizers": groups, "state": more}}
-
-
-def _is_json(value: Any) -> bool:
-    """Return whether JSON keeps a value as it is."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(part) for key, part in value.items())
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, (str, int, float))
 
 
 def write(
@@ -248,11 +232,11 @@ def _on_all_ranks(
 
 def _write_shards(ckpt: ModuleType, path: Path, tensors: dict[str, Tensor]) -> str:
     """Write the file of this rank with DCP. Return [file, [size, digest], its shards] as JSON."""
-    rank = dist.get_rank()
     ckpt.make_folder(f"{path}")  # DCP would not make new folders durable
     planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner(State(tensors), is_coordinator=rank == 0)
-    plan = replace(planner.create_local_plan(), storage_data=_StoragePrefix(f"__{rank}_"))
+    planner.set_up_planner(State(tensors))
+    prefix = _StoragePrefix(f"__{dist.get_rank()}_")
+    plan = replace(planner.create_local_plan(), storage_data=prefix)
     for item in plan.items:
         tensor = torch.as_tensor(planner.resolve_data(item))
         if item.index.fqn.startswith("model.") and tensor.isnan().any():
@@ -261,7 +245,7 @@ def _write_shards(ckpt: ModuleType, path: Path, tensors: dict[str, Tensor]) -> s
         results = dcp.FileSystemWriter(path, per_thread_copy_ahead=0).write_data(plan, planner)
     except RuntimeError as error:  # torch hides an OSError
         raise error.__context__ if isinstance(error.__context__, OSError) else error
-    file = f"__{rank}_0.distcp"
+    file = f"{prefix.prefix}0.distcp"
     described = (path / file).stat().st_size, ckpt.sha256(path / file)
     return json.dumps([file, described, _list_shards(plan, results.wait())])
 
