@@ -240,7 +240,8 @@ def _receive(value: Any, like: Any) -> Any:
         new = value.new_empty(value.shape, device=device)
         if not value.is_meta:
             new.copy_(value)
-        dist.broadcast(new, 0)
+        # As bytes, because gloo and NCCL cannot send all dtypes, for example int16.
+        dist.broadcast(new.flatten().view(torch.uint8), 0)
     if like is None:
         return new.to("cpu", copy=True)
     if hasattr(like, "placements"):

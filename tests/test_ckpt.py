@@ -755,7 +755,12 @@ class WithExtraState(nn.Module):
         self.extra = extra
 
 
-EXTRA_STATES = {"seen": 3}, torch.arange(5), {"seen": [torch.arange(5), 3]}
+EXTRA_STATES = (
+    {"seen": 3},
+    torch.arange(5),
+    {"seen": [torch.arange(5), 3]},
+    torch.ones(2, dtype=torch.int16),
+)
 
 
 @pytest.mark.parametrize("extra", EXTRA_STATES)
