@@ -315,7 +315,8 @@ def evaluate(
         if replica.broadcast_buffers and replica.modules_buffers:
             replica._sync_buffers()
         model = replica.module
-    device = next(model.parameters()).device
+    # A baseline to compare with can have buffers only, or nothing.
+    device = next(chain(model.parameters(), model.buffers()), torch.zeros(0)).device
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
