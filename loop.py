@@ -123,6 +123,8 @@ def train_(
         ranks, the model then needs a method no_sync, as DDP has it. True: each backward pass
         synchronises. All ranks then need the same number of micro-batches in a step: see pad_steps
         in extras/fsdp.py. train_ then does not check that the model is wrapped.
+        DDP with static_graph=True needs this if a step has several micro-batches: torch fails with
+        an internal error if no_sync is used in its first pass.
 
     ValueError before an update: the model is not wrapped, clip is not above 0, or a step has no
     micro-batch.
