@@ -253,16 +253,23 @@ def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
     The cache keeps the connection. Otherwise rank 0 could close the store after a process group,
     while another rank has already connected for the next one.
     """
-    try:
+
+    def connect() -> dist.Store:
         # rendezvous reads the address from the environment itself.
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         # torchrun keeps all keys of its store when it restarts the ranks. So each start needs its
         # own prefix.
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         return dist.PrefixStore(_agree_on_run_id(store, world) if restarts else "0", store)
-    except dist.DistError as error:
+
+    try:
+        # In a thread, so that the main thread can handle signals. If another program listens at
+        # the address and does not answer, torch waits for ever.
+        return _in_thread(connect).result(2 * timeout + 6)
+    except (dist.DistError, TimeoutError) as error:
         raise ConnectionError(
-            f"rank {world.rank}: not all {world.size} ranks connected to {address} ({error})"
+            f"rank {world.rank}: not all {world.size} ranks connected to {address} "
+            f"({str(error) or 'no answer'})"
         ) from error
 
 

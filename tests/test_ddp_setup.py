@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +26,16 @@ import ranks
 import torch
 import torch.distributed as dist
 import warm
-from conftest import ENVIRONMENT, ROOT, ahead, free_port, run_on_ranks, wait_for, warm_server
+from conftest import (
+    ENVIRONMENT,
+    ROOT,
+    ahead,
+    free_port,
+    launch_variables,
+    run_on_ranks,
+    wait_for,
+    warm_server,
+)
 from torch import nn
 
 import ddp_setup
@@ -272,6 +282,18 @@ def test_ranks_that_cannot_connect_say_so_within_the_timeout():
     run_on_ranks(ranks.fail_to_connect, 2, f"{free_port()}", f"{free_port()}")
 
 
+def test_an_address_where_something_listens_but_does_not_answer_is_an_error(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = f"{silent.getsockname()[1]}"
+        address = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for name, value in address.items():
+            monkeypatch.setenv(name, value)
+        world = ddp_setup.World(1, 1, 2, 2)
+        rank_1 = ddp_setup._in_thread(lambda: ddp_setup._connect_to_store(world, "here", 0.2))
+        with pytest.raises(ConnectionError, match=r"ranks connected to here \(no answer\)"):
+            rank_1.result(20)
+
+
 def test_rank_0_gives_up_if_a_rank_from_before_a_restart_does_not_come_back(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.1))
     store.queue_push("message of rank 1", "a word from before")
@@ -420,6 +442,32 @@ def test_a_blocked_signal_is_not_lost_and_a_second_sigint_ends_the_process():
                 process.wait(1)  # After the first SIGINT, the program has time to save.
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 130
+        finally:
+            process.kill()
+
+
+ALONE = """
+import ddp_setup
+with ddp_setup.stop_signals():
+    print("waits", flush=True)
+    with ddp_setup.process_group("cpu"):
+        pass
+"""
+
+
+def test_a_second_sigint_ends_a_rank_that_waits_for_the_others_to_start():
+    variables = launch_variables(0, 2, free_port())
+    start = {**START, "env": {**START["env"], **variables}, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", ALONE], **start) as process:
+
+        def has_ended() -> bool:
+            process.send_signal(signal.SIGINT)  # repeated, because two at once count as one
+            return process.poll() is not None
+
+        try:
+            assert process.stdout.readline() == b"waits\n"
+            wait_for(has_ended, "the rank to end", 20)
+            assert process.wait() == 130
         finally:
             process.kill()
 
