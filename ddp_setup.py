@@ -559,8 +559,9 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     In the block, these signals do not interrupt the program. Call the yielded function once per
     step, together with any_rank, because a signal may reach only some ranks. Once true, it stays
     true. A second SIGINT ends the process with exit code 130, without cleanup; in a notebook and at
-    a Python prompt, it raises KeyboardInterrupt instead. A signal to all processes would also end
-    the workers of a DataLoader: see detach_worker.
+    a Python prompt, it raises KeyboardInterrupt instead. Python does not run the handler while the
+    main thread waits in a collective: a rank whose collective hangs ends only at the timeout. A
+    signal to all processes would also end the workers of a DataLoader: see detach_worker.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
