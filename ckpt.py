@@ -138,13 +138,13 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     {}, nothing changes.
 
     The optimizers get their saved state of each parameter, such as Adam's exp_avg. They lose their
-    present state, also where the checkpoint has none: for the weights alone, pass
+    present state, also if the checkpoint has none. To restore the weights alone, pass
     {"model": state["model"]} and no optimizers. Settings, such as the learning rate, stay as they
-    are now. Gradients of the optimizers' parameters are deleted. `state` is not
-    changed, and shares no memory with the model and the optimizers. Not supported are SparseAdam,
-    LBFGS, optimizers that keep state in param_groups (Prodigy) or under a key that is not a
-    parameter (for these, snapshot() raises KeyError), and optimizers whose state changes its names
-    or shapes during the training.
+    are now. Gradients of the optimizers' parameters are deleted. `state` is not changed, and shares
+    no memory with the model and the optimizers. Not supported are SparseAdam, LBFGS, optimizers
+    that keep state in param_groups (Prodigy) or under a key that is not a parameter (for these,
+    snapshot() raises KeyError), and optimizers whose state changes its names or shapes during the
+    training.
 
     ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
     model does not have. The state does not fit, for example, if it has optimizer state of a
