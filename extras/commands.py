@@ -56,7 +56,8 @@ def add_commands(
         for line in lines:
             click.echo(line)
         if not state:
-            raise click.UsageError(f"{out}: there is no checkpoint that can be used")
+            advice = " that can be used" if lines else "; train first, or name another folder"
+            raise click.UsageError(f"{out}: there is no checkpoint{advice}")
 
     @cli.command("plot")
     @click.argument("outs", nargs=-1, required=True, metavar="OUT...")

@@ -155,7 +155,14 @@ def test_info_needs_nothing_but_the_checkpoint(done, tmp_path):
 def test_info_and_export_take_the_folder_of_the_training_from_the_environment(tmp_path):
     for command in (["info"], ["export", "--format", "hf", "-o", tmp_path / "hf"]):
         ran = run(*command, env={"DDPKIT_OUT": f"{tmp_path}/mine"})
-        mistaken(ran, f"{tmp_path}/mine: there is no checkpoint")
+        mistaken(ran, f"{tmp_path}/mine: there is no checkpoint; train first")
+
+
+def test_info_lists_checkpoints_even_if_none_verifies(tmp_path):
+    (tmp_path / f"step-00000001-{'0' * 32}.pt").write_bytes(b"damaged")
+    ran = run("info", tmp_path)
+    assert ran.code == 2 and "damaged" in ran.out, ran
+    assert f"{tmp_path}: there is no checkpoint that can be used" in ran.err, ran
 
 
 def test_info_of_a_checkpoint_of_another_program_is_an_error_of_one_line(tmp_path):
