@@ -551,7 +551,7 @@ def load_data(
             raise ValueError(f"its tokens are of kind {corpus.kind}; the model needs {kind}")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
             raise ValueError(
-                f"is not that of the run in {flags.out}; name other data, or another --out"
+                f"is not the data of the run in {flags.out}; name other data, or another --out"
             )
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
         block_size = flags.block_size
