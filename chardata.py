@@ -100,8 +100,8 @@ def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | Non
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
     llm.c) contain tokens, so `tokenizer` is ignored. A .bin of another type can be misread: write
     .npy instead. The vocabulary size is `vocab`, or if that is None the highest id + 1, rounded up
-    to a multiple of 64. With `vocab`, no id is read here: steps() and every_window() compare the
-    ids with BatchPlan.vocab.
+    to a multiple of 64. With `vocab`, the ids are not checked here: steps() and every_window()
+    compare them with BatchPlan.vocab.
 
     Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Characters are in
     memory. Raises ValueError or OSError if a file is damaged, if a text has a character that is not

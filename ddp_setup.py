@@ -114,7 +114,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         recv and monitored_barrier.
 
     ValueError if the launch variables are wrong. ConnectionError if the ranks cannot connect within
-    about the timeout. Every rank with such an error raises it.
+    about the timeout, or twice the timeout if something at the address does not answer. Every rank
+    with such an error raises it.
 
     If a rank is killed, if its device is not available (ValueError), or if an exception (a subclass
     of Exception) leaves the block, all ranks that still use the group end. One rank reports the
@@ -458,9 +459,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
     All ranks must call this function, with the same architecture. All get the weights of rank 0. A
-    wrapped model has the original one as its attribute `module`. With several ranks, existing
-    gradients are lost, and a backward pass with zeros can call the gradient hooks of parameters. If
-    a hook takes an optimizer step, register it after this call.
+    wrapped model has the original one as its attribute `module`. With several ranks, this function
+    usually makes a backward pass with zeros. The pass deletes existing gradients, and calls the
+    gradient hooks of parameters. If a hook takes an optimizer step, register it after this call.
 
     ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
     For BatchNorm statistics over all ranks, see torch.nn.SyncBatchNorm.

@@ -19,7 +19,6 @@ vocabulary, and S keys. In training, S = T. In sampling, S also counts the cache
 
 import math
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -355,15 +354,14 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
 
     "matrices" are the weights of linear layers in the blocks. "embeddings" are the weights of the
     token and position embeddings, of the convolution and of the output layer. "vectors" are biases
-    and norm weights. The result is a defaultdict: it has no item for an empty group, but
-    groups["vectors"] is then [].
+    and norm weights. A group without parameters is left out.
     Pass the GPT itself. In a wrapper such as DistributedDataParallel, the names do not begin with
     "blocks.", so every matrix would be in "embeddings".
     """
-    groups: dict[str, list[nn.Parameter]] = defaultdict(list)
+    groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         kind = "matrices" if name.startswith("blocks.") else "embeddings"
-        groups["vectors" if parameter.ndim < 2 else kind].append(parameter)
+        groups.setdefault("vectors" if parameter.ndim < 2 else kind, []).append(parameter)
     return groups
 
 

@@ -317,7 +317,7 @@ def evaluate(
         if replica.broadcast_buffers and replica.modules_buffers:
             replica._sync_buffers()
         model = replica.module
-    # A baseline to compare with can have buffers only, or nothing.
+    # A baseline can have buffers only, or nothing. (With NCCL it needs a buffer on the GPU.)
     device = next(chain(model.parameters(), model.buffers()), torch.zeros(0)).device
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

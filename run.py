@@ -81,7 +81,7 @@ else:
     ddp_setup, torch, chardata, gpt, loop, ckpt = map(LazyModule, names.split())
 
 __version__ = "0.2.0"
-DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 is a second Ctrl-C
+DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 a Ctrl-C without saving
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 DATA_ADVICE = "; give the --data that the run had, or none if it had none; or name another --out"

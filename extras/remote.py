@@ -33,8 +33,8 @@ import filelock
 from fsspec.core import url_to_fs
 
 # What changes with the content of a file, in the words of different file systems; the first counts.
-CHANGES = "ETag etag generation sha Last-Modified mtime modify modificationTime".split()
-CHANGES += "LastModified last_modified created".split()
+CHANGES = "ETag etag generation sha Last-Modified Content-MD5 Digest mtime modify".split()
+CHANGES += "modificationTime LastModified last_modified created".split()
 Texts = dict[tuple[str, str], str]  # (folder, name) -> the text in memory
 
 
@@ -48,8 +48,9 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
     cannot append; each result of storage() has its own memory. Where the file system is not an
     object store, a process that is killed while it uploads a text leaves a part of that text. A
     process that is killed during a save or a load leaves a folder ddpkit-* in $TMPDIR or /tmp.
-    ValueError for write_sharded: a sharded checkpoint needs a folder. ValueError of newest() for
-    ftp://, where fsspec can take an error of the server for an empty folder; download() allows it.
+    ValueError for write_sharded: a sharded checkpoint needs a folder. ValueError of newest() and
+    save() for ftp://, where fsspec can take an error of the server for an empty folder. download()
+    allows it.
     """
     if write_sharded:
         raise ValueError("a sharded checkpoint needs a folder, not a URL")
@@ -157,10 +158,9 @@ def _newest(
 
 
 def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
+    _refuse_ftp(url)
     paths = []
     with suppress(FileNotFoundError), _file_system(url) as (fs, path):
-        if fs.protocol == "ftp":
-            raise ValueError("an ftp server cannot hold checkpoints; its errors look like no files")
         # Not exists(): for some file systems it is False if the server does not answer.
         paths = fs.ls(path, detail=False)
     return ckpt.parse_names(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
@@ -186,7 +186,13 @@ def _set_aside(url: str, name: str) -> None:
         fs.mv(f"{path}/{name}", f"{path}/{name}.damaged")
 
 
+def _refuse_ftp(url: str) -> None:
+    if url.startswith("ftp://"):
+        raise ValueError("an ftp server cannot hold checkpoints; its errors look like no files")
+
+
 def _make_folder(url: str) -> None:
+    _refuse_ftp(url)
     with _file_system(url) as (fs, path):
         fs.makedirs(path, exist_ok=True)
 

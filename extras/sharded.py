@@ -103,7 +103,9 @@ def check_shared_folder(ckpt: ModuleType, folder: str) -> None:
     if rank0:
         Path(folder, name[0]).unlink(missing_ok=True)
     if not all(seen):
-        raise ValueError("a sharded checkpoint needs a folder that all ranks share")
+        raise ValueError(
+            "a sharded checkpoint needs a folder that all ranks share, and that rank 0 can write to"
+        )
 
 
 def remove(ckpt: ModuleType, folder: str, name: str) -> None:
@@ -192,7 +194,8 @@ def write(
     """Write a snapshot as a checkpoint. Every rank must call this. Rank 0 gets the entry.
 
     It can run in a thread during training. Afterwards, the checkpoint is complete and durable, or
-    absent. If a rank fails, rank 0 raises OSError, or ValueError, for example because of NaN.
+    absent (after a crash, a temporary folder can be left, which lock() deletes). If a rank fails,
+    rank 0 raises OSError, or ValueError, for example because of NaN.
     """
     temporary = Path(folder, f"{ckpt.TEMPORARY}{step}")
     first = dist.get_rank() == 0
@@ -399,6 +402,7 @@ def _read_values_(
             raise ValueError(f"worthless: {name} contains NaN")
         part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
         planner.resolve_tensor(item).copy_(value[part])
+        del record, value  # before the next record is read, to save memory
 
 
 def restore_(
@@ -410,15 +414,17 @@ def restore_(
     checkpoint. The optimizers keep their settings. ValueError on all ranks if the checkpoint does
     not fit; ValueError or OSError on all ranks if one of them cannot read it.
     """
-    sent: list[Any] = [None]
-    if path := state.get("sharded_path"):
-        sent = [(path, read_manifest(ckpt, Path(path))[1], len(state["optimizers"]))]
+    paths = [state.get("sharded_path")]
     if dist.is_initialized():
-        dist.broadcast_object_list(sent)
-    if not sent[0]:
+        dist.broadcast_object_list(paths)
+    if not paths[0]:
         ckpt.restore_(state, model, optimizers)
         return
-    path, saved, count = sent[0]
+    path = Path(paths[0])
+    found: list[tuple[State, dict[str, Tensor]]] = []
+    _on_all_ranks(None, lambda: found.append(read_manifest(ckpt, path)))
+    manifest, saved = found[0]
+    count = len(manifest["optimizers"])
     if count != len(optimizers):
         raise ValueError(f"{count} optimizers in the checkpoint, {len(optimizers)} here")
     model = ckpt.unwrap(model)
@@ -430,8 +436,4 @@ def restore_(
                 optimizer.state[parameter] = moments
     tensors, _ = _state_tensors(ckpt, model, optimizers)
     ckpt.check_same(saved, tensors)
-
-    def read_part() -> None:
-        _read_values_(tensors, read, Path(path), *read_manifest(ckpt, Path(path)))
-
-    _on_all_ranks(None, read_part)
+    _on_all_ranks(None, partial(_read_values_, tensors, read, path, manifest, saved))

@@ -242,7 +242,7 @@ def make_model(
     for name, value in attributes.items():
         setattr(model, name, value)
     groups = gpt.parameter_groups(model)
-    rest = groups["embeddings"] + groups["vectors"]
+    rest = groups["embeddings"] + groups.get("vectors", [])
     rest += groups["matrices"] if optimizer == "adamw" else []
     optimizers: list[Any] = [torch.optim.AdamW(rest, lr=3e-4, fused=True)]
     if optimizer == "muon":

@@ -215,6 +215,30 @@ def wrong(world, folder, files):
     return messages
 
 
+def unreadable(world, folder, files):
+    """Return the messages if one rank cannot read a shard, and if the manifest is gone."""
+    path, messages = only(f"{folder}/fsdp {world.size} adamw"), []
+
+    def read(record):
+        if world.rank == world.size - 1:
+            raise OSError("the disk of this rank is broken")
+        return reader.read(record)
+
+    copy = f"{folder}/unreadable {world.size}/{os.path.basename(path)}"
+    if world.rank == 0:
+        shutil.copytree(path, copy)
+    state = load(copy, None) if world.rank == 0 else {}
+    for name in ("shard", "manifest"):
+        with pytest.raises((OSError, ValueError)) as caught:
+            sharded.restore_(ckpt, read, state, *build(world, "fsdp"))
+        messages.append(f"{caught.value}")
+        dist.barrier()
+        if world.rank == 0 and name == "shard":
+            os.unlink(f"{copy}/manifest.json")
+        dist.barrier()
+    return messages
+
+
 def buffers(world, folder, files):
     """Save buffers that differ between ranks; return those of the checkpoint, and of this rank
     after the restore.
@@ -276,7 +300,7 @@ def every_job(folder, world):
     files.check_shared_folder(folder)
     write(world, folder, files)
     found = {"read": read(world, folder, files, 3)}
-    for job in (few_rows, full, nan, columns, apart, wrong, buffers, refused):
+    for job in (few_rows, full, nan, columns, apart, wrong, unreadable, buffers, refused):
         found[job.__name__] = job(world, folder, files)
     return found
 
@@ -379,7 +403,7 @@ def test_a_tensor_that_is_sharded_by_columns_is_refused(ranks, size):
 @SIZES
 def test_ranks_that_do_not_share_the_folder_are_refused_and_nothing_is_left(ranks, size):
     refused, messages, left = zip(*(result["apart"] for result in ranks[0](size)))
-    assert set(refused) == {"a sharded checkpoint needs a folder that all ranks share"}
+    assert all("needs a folder that all ranks share" in message for message in refused)
     assert "all ranks must share the folder" in messages[0] and not any(messages[1:])
     assert not any(left)
 
@@ -393,6 +417,14 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(ranks, size):
             "optimizers.0.look_back.momentum_buffer is missing in the checkpoint, (16, 3)"
         )
         assert model.startswith("model.positions.weight is missing in the checkpoint, (8, 16)")
+
+
+@SIZES
+def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all_ranks(ranks, size):
+    for result in ranks[0](size):
+        shard, manifest = result["unreadable"]
+        assert shard == f"rank {size - 1}: the disk of this rank is broken"
+        assert manifest.startswith("rank 0: damaged: there is no file")
 
 
 # ------------------------------------------------------------------------------- forged and damaged
