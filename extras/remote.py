@@ -158,9 +158,9 @@ def _newest(
 
 
 def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
-    _refuse_ftp(url)
     paths = []
     with suppress(FileNotFoundError), _file_system(url) as (fs, path):
+        _refuse_ftp(fs)
         # Not exists(): for some file systems it is False if the server does not answer.
         paths = fs.ls(path, detail=False)
     return ckpt.parse_names(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
@@ -186,14 +186,14 @@ def _set_aside(url: str, name: str) -> None:
         fs.mv(f"{path}/{name}", f"{path}/{name}.damaged")
 
 
-def _refuse_ftp(url: str) -> None:
-    if url.startswith("ftp://"):
+def _refuse_ftp(fs: Any) -> None:
+    if fs.protocol == "ftp":
         raise ValueError("an ftp server cannot hold checkpoints; its errors look like no files")
 
 
 def _make_folder(url: str) -> None:
-    _refuse_ftp(url)
     with _file_system(url) as (fs, path):
+        _refuse_ftp(fs)
         fs.makedirs(path, exist_ok=True)
 
 

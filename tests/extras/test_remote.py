@@ -416,6 +416,8 @@ def test_an_ftp_server_cannot_hold_checkpoints(files, monkeypatch):
     monkeypatch.setattr("fsspec.implementations.ftp.FTP", Mock())
     with pytest.raises(ValueError, match="an ftp server cannot hold checkpoints"):
         files.newest("ftp://localhost/run")
+    with pytest.raises(ValueError, match="an ftp server cannot hold checkpoints"):
+        files.save("ftp://localhost/run", STATE, 1)
 
 
 def test_half_a_file_of_an_upload_that_failed_is_deleted(files, tmp_path, monkeypatch):
