@@ -61,10 +61,12 @@ def read(path: str, load: Callable[[BinaryIO], Any]) -> Model:
     try:
         if any(folder.glob("model.safetensors*")):
             return read_hf(folder)
+        if not folder.exists():
+            raise ValueError("no such file or folder; models of a hub are not downloaded")
         if not file.is_file():
             raise ValueError(
                 "is not a file, and not a folder with a checkpoint of run.py, a model.safetensors "
-                "or a ckpt.pt; models of a hub are not downloaded"
+                "or a ckpt.pt"
             )
         with open(file, "rb") as opened:
             start = opened.read(9)  # a safetensors file begins with 8 bytes and a JSON object

@@ -222,7 +222,8 @@ def _on_all_ranks(
 ) -> None:
     """Call function() on every rank, then finish(what all ranks returned) on rank 0.
 
-    Every rank must call this. If a rank fails, all ranks raise its error as OSError or ValueError.
+    By default, nothing happens with what they returned. Every rank must call this. If a rank fails,
+    all ranks raise its error as OSError or ValueError.
     """
     try:
         _DistWrapper(group, dist.is_initialized(), 0).all_reduce("", function, finish)
@@ -361,6 +362,8 @@ def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
     manifest, tensors = read_manifest(ckpt, path)
     for name, (size, digest) in manifest["files"].items():
         file = path / name
+        if name == ".metadata":  # of an older version; it is not used, and `cp folder/*` omits it
+            continue
         if not file.is_file() or file.stat().st_size != size or ckpt.sha256(file) != digest:
             raise ValueError(f"damaged: {name} does not have the size and digest in the manifest")
     if not read:

@@ -305,7 +305,7 @@ def build(world, kind, dtype):
     groups = gpt.parameter_groups(bare)
     settings = {"lr": 3e-3, "adjust_lr_fn": "match_rms_adamw"}
     muon = Muon(groups["matrices"], dtype=dtype, distribute=distribute, **settings)
-    return model, [torch.optim.SGD(groups["embeddings"], lr=0.1), muon]
+    return model, [torch.optim.SGD(groups["embeddings"] + groups["vectors"], lr=0.1), muon]
 
 
 def learn(world, kind, model, optimizers, start, stop):

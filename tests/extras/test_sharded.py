@@ -403,7 +403,10 @@ def test_a_tensor_that_is_sharded_by_columns_is_refused(ranks, size):
 @SIZES
 def test_ranks_that_do_not_share_the_folder_are_refused_and_nothing_is_left(ranks, size):
     refused, messages, left = zip(*(result["apart"] for result in ranks[0](size)))
-    assert all("needs a folder that all ranks share" in message for message in refused)
+    expected = (
+        "a sharded checkpoint needs a folder that all ranks share, and that rank 0 can write to"
+    )
+    assert set(refused) == {expected}
     assert "all ranks must share the folder" in messages[0] and not any(messages[1:])
     assert not any(left)
 
@@ -588,12 +591,15 @@ CODE = {
 }
 
 
-def test_an_older_checkpoint_is_loaded_and_its_pickle_of_dcp_is_never_read(genuine, tmp_path):
+@pytest.mark.parametrize("what", CODE)
+def test_an_older_checkpoint_is_loaded_and_its_pickle_of_dcp_is_never_read(genuine, what, tmp_path):
     before = load(genuine)
-    (genuine / ".metadata").write_bytes(pickle.dumps(CODE["system"](tmp_path)))
+    (genuine / ".metadata").write_bytes(pickle.dumps(CODE[what](tmp_path)))
     path = reseal(genuine, lambda manifest: manifest["files"].update({".metadata": ["", ""]}))
     path = reseal(Path(path))
     assert equal(load(path), before) and load(path, None)["step"] == 3
+    os.unlink(f"{path}/.metadata")  # as after `cp folder/*`
+    assert equal(load(path), before)
     model, optimizers = build(ONE, "ddp")
     sharded.restore_(ckpt, reader.read, load(path, None), model, optimizers)
     assert equal(ckpt.snapshot(model, optimizers, step=3), before)
