@@ -5,8 +5,7 @@
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
     verify_unchanged(corpus)
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
-        # count: number of targets in the global batch. A rank without a window gets a substitute
-        # micro-batch, and the count 0.
+        # count: number of targets in the global batch, or 0 if this rank has no window
         weight = 1 / count if count else 0
         for x, y in micro_batches:
             (weight * loss_sum(model, x, y)).backward()  # loss_sum: your function
@@ -14,17 +13,14 @@
 
 DistributedDataParallel averages the gradients: with it, use world_size * weight.
 
-- A *token* is an unsigned integer, also called id. `Tokens` has one array of tokens per data file
-  that is not empty.
 - A *window* is `block_size` inputs and as many targets. The target of an input is the token after
-  it. A window can continue from one array into the next.
+  it. A window can continue from one file into the next.
 - A *global batch* is the windows of all ranks in one optimizer step: `batch_size` windows, or fewer
   at the end of an epoch.
 - An *epoch* is one pass over the data. In each epoch, the windows begin at a new offset, and each
   is used exactly once, in a new order. Steps are counted from 0 through all epochs.
 
-This module does not communicate between ranks. To resume a run, make an equal plan again, and
-pass the number of the next step to `steps`.
+This module does not communicate between ranks.
 """
 
 import codecs
@@ -42,7 +38,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-Tokens = Sequence[np.ndarray]  # each (n_i,), of any unsigned integer type
+Tokens = Sequence[np.ndarray]  # token ids: each (n_i,), of any unsigned integer type
 Stamp = tuple[str, int, int]  # name, bytes, nanoseconds of the last change
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
 MIB = 1 << 20
@@ -56,20 +52,19 @@ class Corpus(NamedTuple):
     kind: str  # "char", "byte" or "ids"
     chars: str  # for kind "char": id i is chars[i]
     digest: str  # digest(tokens, chars)
-    stamps: tuple[Stamp, ...]  # of the files that verify_unchanged() checks
+    stamps: tuple[Stamp, ...]  # for verify_unchanged()
 
 
 class BatchPlan(NamedTuple):
     """Which windows make up each global batch.
 
-    All ranks must have equal plans, and a run must resume with the plan with which it began.
-    Nothing checks this: if any field but vocab differs, so do the global batches, without an error.
+    All ranks must use the same plan, and so must a resumed run. Nothing checks this.
     """
 
     tokens: Tokens
     block_size: int  # inputs per window
     batch_size: int  # windows per global batch
-    seed: int = 0  # selects the order of the windows and where the first one begins
+    seed: int = 0  # determines the order and the offset of the windows
     vocab: int | None = None  # if given, all ids must be below it
 
 
@@ -79,8 +74,7 @@ class BatchPlan(NamedTuple):
 def list_files(data: str) -> list[str]:
     """Return the names of the files that match a path or a glob pattern, sorted.
 
-    "**" means folders at any depth, as in "data/**/*.txt". Raises FileNotFoundError if no file
-    matches, and OSError if a folder matches.
+    Raises FileNotFoundError if no file matches, and OSError if a folder matches.
     """
     names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
     if not names:
@@ -95,17 +89,16 @@ def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | Non
     """Read local files as tokens. With an empty list of files, read default_text().
 
     The tokenizer "char" gives one id per character of a UTF-8 text. The vocabulary is `chars` if
-    given, else the characters that occur, in code point order. "byte" gives one id per byte.
+    given, else the characters that occur, sorted. "byte" gives one id per byte.
 
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
     llm.c) contain tokens, so `tokenizer` is ignored. A .bin of another type can be misread: write
     .npy instead. The vocabulary size is `vocab`, or if that is None the highest id + 1, rounded up
-    to a multiple of 64. With `vocab`, the ids are not checked here: steps() and every_window()
-    compare them with BatchPlan.vocab.
+    to a multiple of 64. Only steps() and every_window() check the ids, against BatchPlan.vocab.
 
-    Arrays of .npy files, and of other files above 1 MiB, stay memory-mapped. Characters are in
-    memory. Raises ValueError or OSError if a file is damaged, if a text has a character that is not
-    in `chars`, or if the vocabulary size of text is not `vocab`.
+    Large files stay memory-mapped, except texts with the tokenizer "char". Raises ValueError or
+    OSError if a file is damaged, if a text has a character that is not in `chars`, or if the
+    vocabulary size of text is not `vocab`.
     """
     stamps = tuple(map(_stamp, files))  # before reading, to notice a change meanwhile
     names = files or ["the default text"]
@@ -158,7 +151,6 @@ def _read_file(name: str) -> np.ndarray:
         try:
             array: np.memmap = np.load(name, "r")
             if array.ndim != 1 or array.dtype.kind != "u" or size != array.offset + array.nbytes:
-                # The next lines replace this error.
                 raise ValueError(f"{array.shape} {array.dtype} in {size} bytes")
         except Exception as error:  # a damaged file can cause almost any exception
             raise ValueError(
@@ -170,13 +162,10 @@ def _read_file(name: str) -> np.ndarray:
         # np.resize, because the file can have fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
         # llm.c's header is 256 int32: a magic number, the version, the number of tokens, zeros. The
-        # first magic number stands for tokens of GPT-2, version 1. The second one stands for tokens
-        # of Llama 3, which have another version and are refused below. A file without a header
-        # would begin with a magic number only if its first id were 55432 or 55713 (the low halves
-        # of these numbers). GPT-2 has no such ids.
+        # second magic number stands for Llama 3, whose version is refused below.
         if magic in (20240520, 20240801):
             start = 1024
-        else:  # No header: below, only an odd number of bytes is an error.
+        else:  # no header
             version, count = 1, size // 2
         if version != 1 or size != start + 2 * count:
             raise ValueError(
@@ -185,8 +174,7 @@ def _read_file(name: str) -> np.ndarray:
             )
     if size > MIB:
         return np.memmap(name, dtype, "r", start)
-    # Small files are read and not mapped: a mapped file stays open, and a process can have only
-    # about 1000 open files. (A .npy file is always mapped.)
+    # Small files are not mapped: a mapped file stays open, and the number of open files is limited.
     return np.fromfile(name, dtype, offset=start)
 
 
@@ -198,10 +186,9 @@ def _stamp(name: str) -> Stamp:
 def verify_unchanged(corpus: Corpus) -> None:
     """Raise OSError if the size or modification time of a file has changed since read().
 
-    Also if the file is gone. Call this at the start, before each save and at the end, because if a
-    mapped file changes, training reads other tokens without an error. (If the file becomes shorter,
-    the operating system kills a process that reads beyond its new end, by SIGBUS.) If only some
-    ranks raise the error, the caller must end the others. Texts of kind "char" are not checked.
+    Call this before each save and at the end, because if a mapped file changes, training reads
+    other tokens without an error. If only some ranks raise the error, the caller must end the
+    others. Texts of kind "char" are not checked.
     """
     for stamp in corpus.stamps:
         if _stamp(stamp[0]) != stamp:
@@ -216,11 +203,9 @@ def default_text() -> str:
 def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
-    The hash also depends on the type and the length of each array, but not on the names of files.
-    An array of up to 16 blocks is read completely. Of a longer one, only 16 blocks are read, and a
-    change between them is not noticed. A block has 1 MiB. But for more than 16 arrays with together
-    more than 256 MiB, a block has 16 MiB divided by the number of arrays, and at least 4 KiB. So at
-    most 256 MiB are read, or 64 KiB of each array.
+    The hash includes the type and the length of each array, but no file names. Of an array above
+    16 MiB (or less, if there are many arrays), only 16 blocks are read, and a change between them
+    is not noticed.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -244,7 +229,7 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
 
     Kind "byte" gives the UTF-8 bytes, as uint8. Kind "char" gives indices into `chars`, in the
     smallest unsigned type that fits. Kind "ids" expects ids with spaces between them, and gives
-    uint32. Raises ValueError for an unknown character or a number that is not an id.
+    uint32. Raises ValueError for an unknown character or a word that is not an id.
     """
     if kind == "byte":
         return np.frombuffer(text.encode(), np.uint8)
@@ -259,8 +244,7 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
     # max, because `chars` can be empty.
     table = np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
     table[list(map(ord, chars))] = range(len(chars))
-    # In blocks, because UTF-32 takes 4 bytes per character. + 1: np.concatenate needs a block even
-    # for an empty text.
+    # In blocks, to save memory. + 1: np.concatenate needs a block even for an empty text.
     blocks = (text[i : i + MIB].encode("utf-32-le") for i in range(0, len(text) + 1, MIB))
     return np.concatenate([table[np.frombuffer(block, np.uint32)] for block in blocks])
 
@@ -268,8 +252,7 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
 def decode(ids: Iterable[int], kind: str, chars: str) -> Iterator[str]:
     """Yield the text of token ids, piece by piece.
 
-    With kind "byte", a character is yielded when its last byte has been read. Kind "ids" gives the
-    numbers, each with a space after it.
+    Kind "ids" gives the numbers, each with a space after it.
     """
     if kind == "byte":
         return codecs.iterdecode((bytes([i]) for i in ids), "utf-8", "replace")
@@ -287,8 +270,8 @@ def num_tokens(tokens: Tokens) -> int:
 def split(tokens: Tokens, val_fraction: float, max_val: int = 0) -> tuple[Tokens, Tokens]:
     """Return (training tokens, validation tokens), without a copy.
 
-    Of n tokens, the last round(n * val_fraction) are for validation. If max_val > 0, only the first
-    max_val + 1 of these are returned, which have max_val targets; or all, if there are fewer.
+    Of n tokens, the last round(n * val_fraction) are for validation. If max_val > 0, at most the
+    first max_val + 1 of these are returned, which have max_val targets.
     """
     n = num_tokens(tokens)
     cut = n - round(n * val_fraction)
@@ -306,8 +289,7 @@ def _slice(tokens: Tokens, start: int, stop: int) -> tuple[np.ndarray, ...]:
 def num_windows(n: int, block_size: int) -> int:
     """Return the number of windows in an epoch over n tokens: n // block_size - 1, but at least 1.
 
-    The - 1 leaves room for the random start of each epoch: see steps. Raises ValueError if
-    n <= block_size.
+    The - 1 leaves room for the offset of each epoch. Raises ValueError if n <= block_size.
     """
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few: block size {block_size} needs {block_size + 1}")
@@ -332,42 +314,34 @@ def steps(
     """Yield (micro-batches of this rank, count) for step `start` and all later steps, without end.
 
     Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. x and y
-    overlap in memory: do not write into them. `count` is the number of targets in the global batch:
-    divide the sum of the losses by it. But on a rank without a window, it is 0 (see below).
+    overlap in memory: do not write into them. `count` is the number of targets in the global batch.
 
     A rank divides its windows of a step into `accum` micro-batches, or fewer if it has fewer
-    windows. So ranks can have different numbers of micro-batches. Synchronise gradients once per
-    step: with DistributedDataParallel, use no_sync() for all micro-batches but the last. The global
-    batches do not depend on `world_size` and `accum`, so a run can resume with other values.
+    windows. So ranks can have different numbers of micro-batches: with DistributedDataParallel, use
+    no_sync() for all but the last. The global batches do not depend on `world_size` and `accum`, so
+    a run can resume with other values.
 
-    If a global batch has fewer windows than there are ranks, some ranks get the count 0 and a
-    substitute micro-batch. They must run forward and backward on it too, with the weight 0, because
-    the other ranks wait for them.
+    In an epoch, the windows begin at an offset, and are used in random order. Both depend on
+    (seed, epoch). At most 2 * T - 2 tokens, at the ends of the data, are in no window of the epoch.
 
-    In an epoch, the windows begin at an offset, and divide the data into pieces of T inputs without
-    gaps. They are used in random order. Offset and order depend on (seed, epoch). The tokens before
-    the first window and after the last one, together at most 2 * T - 2, are in no window of the
-    epoch.
+    A rank without a window gets the count 0 and a substitute micro-batch. It must run forward and
+    backward on that, with the weight 0, because the other ranks wait for it.
 
-    Like each generator, this one raises its errors at next(). ValueError if the data has no more
-    than T tokens, or if this rank reads an id that is not below plan.vocab. Several steps are read
-    at once, so this can be an id of a later step. Other ranks do not notice such an id, and the
-    caller must end them.
+    Raises ValueError if the data has no more than T tokens, or if this rank reads an id that is not
+    below plan.vocab. Other ranks do not notice such an id, and the caller must end them.
     """
     tokens, block_size, batch_size, seed, vocab = plan
     n = num_tokens(tokens)
     epoch_windows = num_windows(n, block_size)
     size = block_size + 1
-    # Row p of a view is the window at position p. An array that is too short for a window is
-    # in this list only so that views[k] belongs to tokens[k].
+    # An array that is too short for a window is here only so that views[k] belongs to tokens[k].
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
-    # To save calls of numpy, read several steps at once, about 2**18 tokens of this rank.
+    # For speed, read about 2**18 tokens of this rank at once.
     at_once = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # `group`, (G, 1): the steps that are read at once, counted from the start of the epoch. All
-        # of them have batch_size windows. If no such step is left, the last step of the epoch, with
-        # fewer windows, is a group of its own.
+        # `group`, (G, 1): the steps of the epoch that are read at once. A last step with fewer
+        # windows is a group of its own.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(at_once, whole_steps_left)))[:, None]
         windows = min(batch_size, epoch_windows - first_step * batch_size)  # of one step
@@ -375,7 +349,7 @@ def steps(
         # numbers, (G, W): for each step, which windows of the epoch this rank uses
         numbers = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
         count = windows * block_size
-        if not mine.size:  # This rank has no window. The substitute is window 0.
+        if not mine.size:  # The substitute is window 0.
             numbers, count = np.zeros_like(group), 0
         # With the largest offset, the last target of the epoch is the last token of the data.
         offset = _key(seed, epoch, "offset") % (n - epoch_windows * block_size)
@@ -389,24 +363,20 @@ def steps(
 def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
     """Yield this rank's batches of one pass over plan.tokens, in order, for an evaluation.
 
-    Over all ranks, each token but the first is a target exactly once. Each batch is (x, y), both
-    (B, T) int64 on the CPU. x and y overlap in memory: do not write into them. T is
-    plan.block_size, but the last batch of the pass can be one shorter window. B is at most
-    plan.batch_size on each rank. (In steps(), this is the number of all ranks.) If memory is short,
-    pass a plan with a smaller batch_size.
+    Over all ranks, each token but the first is a target exactly once. Each batch is (x, y) as in
+    steps(), but the last batch of the pass can be one shorter window. B is at most plan.batch_size
+    on each rank, not in total. A wrong id raises ValueError as in steps().
 
-    A rank can have one batch less than another, or no batch. So a collective for each batch can
-    hang, unless ranks without a batch take part too.
+    Ranks can have different numbers of batches, and some can have none. So a collective for each
+    batch can hang.
     """
     tokens, block_size, batch_size, _, vocab = plan
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
-    # By ceil, the last rank has at most as many whole windows as any other. It also takes the
-    # targets after the last whole window.
+    # By ceil, the last rank has the fewest whole windows. It also takes the targets after them.
     first, stop = (math.ceil(windows * r / world_size) * block_size for r in (rank, rank + 1))
     end = targets if rank == world_size - 1 else stop
-    # A batch has the inputs from one edge to the next. Each target is one position further. A set,
-    # because edges can coincide: a rank without a window has one edge, and no batch.
+    # A batch has the inputs from one edge to the next. A set, because edges can coincide.
     edges = sorted({*range(first, stop, batch_size * block_size), stop, end})
     for begin, end in pairwise(edges):
         row = _to_tensor(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
@@ -421,7 +391,7 @@ def _gather(tokens: Tokens, views: Tokens, positions: np.ndarray, size: int) -> 
     """
     begins = np.array([*accumulate(map(len, tokens), initial=0)])
     rows = np.empty((*positions.shape, size), np.uint64)
-    # For each row, the index of the array with its first token, and with its last token
+    # For each row, the indices of the arrays with its first and its last token
     first, last = np.searchsorted(begins, [positions, positions + size - 1], "right") - 1
     place = positions - begins[first]
     for k in np.unique(first[first == last]):  # rows that lie in one array
@@ -447,9 +417,9 @@ def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
 def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
     """Return this rank's part of a random permutation of range(n), (k,) int64.
 
-    This is for other data than Tokens, such as the rows of a torch Dataset. n: at least 1. Over all
-    ranks, each index occurs exactly once. k differs by at most one between ranks. The array can be
-    the sampler of a torch DataLoader. Make a new DataLoader for each epoch.
+    Use it for data other than Tokens, such as the rows of a torch Dataset. Over all ranks, each
+    index occurs exactly once. k differs by at most one between ranks. The array can be the sampler
+    of a DataLoader. Make a new DataLoader for each epoch.
     """
     return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
 
@@ -460,11 +430,9 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     Each index must be below n. The result has the same shape, int64. `key` selects the permutation.
     Time and memory do not depend on n.
 
-    Method (a Feistel network): write the index as left * b + right, with left < a and right < b.
-    In each of four rounds, change left to (left + hash of right) modulo a, then right to
-    (right + hash of left) modulo b. Each round can be undone, so the rounds are a bijection of
-    range(a * b), which contains range(n). Repeat the four rounds while the result is n or more
-    ("cycle walking", Black and Rogaway, 2002).
+    Method: a Feistel network of four rounds on index = left * b + right is a bijection of
+    range(a * b). It is repeated while the result is n or more ("cycle walking", Black and Rogaway,
+    2002).
     """
     a = math.isqrt(n - 1) + 1
     b = (n - 1) // a + 1
@@ -472,8 +440,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.ones_like(out, bool)
     while outside.any():
         left, right = divmod(out[outside], b)
-        # Eight half rounds. Each computes a new `left` and then exchanges the names left and right,
-        # and a and b. So the next one changes the other half.
+        # Eight half rounds. Each also exchanges the two halves.
         for i in range(8):
             # The inner % keeps the sum within 64 bits.
             left, right = right, (left + _hash(right, key + i) % a) % a

@@ -8,7 +8,7 @@
         for name in rejected:
             set_aside("out", name)
     restore_(found.state if found else {}, model, optimizers)   # on every rank
-    step = [found.entry.step if found else 0]    # Rank 0 sends this list to the others.
+    step = [found.entry.step if found else 0]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(step)
     ...
@@ -19,22 +19,20 @@
 Every rank must call snapshot() and restore_(). One rank alone may call the other functions, also in
 a thread. Functions that use files raise OSError if the file system fails.
 
-To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
-of each future: it raises the error of the save. For training on a CPU, give the executor also
-initializer=torch.set_num_threads and initargs=(1,). Otherwise its thread starts more OpenMP
-threads, there are more threads than CPUs, and the training gets slower.
+If only rank 0 raises an error, the other ranks wait in a collective until rank 0 ends. So call the
+functions for rank 0 through wait_together() or from_rank_zero() of ddp_setup.py, as
+extras/tutorial/4_checkpoints.py does. Then all ranks raise a ValueError or OSError of rank 0. Do
+not catch other exceptions: rank 0 must end.
 
-If one of these calls raises on rank 0 only, the other ranks wait in their next collective until
-rank 0 ends or the timeout expires. So with several ranks, use from_rank_zero() of ddp_setup.py, as
-extras/tutorial/4_checkpoints.py does. All ranks call from_rank_zero(f), and rank 0 runs f(). If
-f() raises ValueError or OSError, all ranks raise it. Another exception, such as NotImplementedError
-for a sharded checkpoint, is raised on rank 0 only. Do not catch it there: rank 0 must end, so that
-the others stop waiting.
+To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
+of each future: it raises the error of the save. On a CPU, give the executor also
+initializer=torch.set_num_threads and initargs=(1,), so that its OpenMP threads do not slow the
+training down.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
-first 32 hex digits of the SHA-256 of the file. A program without this module can read it with
-`torch.load(path, weights_only=True)`. A sharded checkpoint is a folder, and its name has no ".pt".
-extras/sharded.py writes, reads and deletes it. For URLs see extras/remote.py.
+first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` can read the
+file. A sharded checkpoint is a folder, and its name has no ".pt": see extras/sharded.py. For URLs
+see extras/remote.py.
 """
 
 import copy
@@ -67,12 +65,11 @@ except ImportError:  # on Windows
 State = dict[str, Any]
 # step, loss (optional), digest, ".pt" (not if sharded)
 NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-[0-9a-f]{32}(\.pt)?")
-# Names of incomplete files and folders start with this.
-TEMPORARY = ".saving-"
+TEMPORARY = ".saving-"  # prefix of incomplete files and folders
 
 
 class Entry(NamedTuple):
-    """What the name of a checkpoint says. Sorting a list of entries sorts by step."""
+    """What the name of a checkpoint says. Entries are sorted by step."""
 
     step: int
     name: str  # of the file or folder
@@ -92,12 +89,10 @@ class Found(NamedTuple):
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
     """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
-    Every rank must call this. In a process group, ranks above 0 get {}. The names are those of the
-    model without its wrappers: see unwrap. An optimizer without a state becomes {}. "param_groups"
-    is for other programs; restore_ does not use it. The copies share no memory with the model, so
-    training can continue at once.
+    Every rank must call this. Ranks above 0 get {}. The names are those of unwrap(model). The
+    training can continue at once, because the copies share no memory with the model.
 
-    model: for several models, as in a GAN, pass nn.ModuleDict({"g": unwrap(g), "d": unwrap(d)}).
+    model: for several models, pass nn.ModuleDict({"g": unwrap(g), "d": unwrap(d)}).
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
     plain Python values, for example the state of a scheduler. They are not copied: do not change
     them before save() has ended.
@@ -105,13 +100,12 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     model = unwrap(model)
     names = parameter_names(model, optimizers)
     state = {
-        # With keep_vars, both names of a tied weight have the same tensor object, so to_cpu() makes
-        # one copy of it, which is stored once.
+        # With keep_vars, a tied weight is one tensor, which is copied and stored once.
         "model": dict(model.state_dict(keep_vars=True)),
         "optimizers": [
             {
                 "state": {names[p]: values for p, values in optimizer.state.items()},
-                # with names in place of parameters
+                # For other programs: restore_ does not use it.
                 "param_groups": tree_map_only(nn.Parameter, names.get, optimizer.param_groups),
             }
             if optimizer.state
@@ -134,28 +128,21 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
 def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Put the state from snapshot() into a model and optimizers.
 
-    Every rank must call this. In a process group, all ranks get the state of rank 0. If rank 0 has
-    {}, nothing changes.
+    Every rank must call this. All ranks get the state of rank 0. If rank 0 has {}, nothing changes.
 
-    The optimizers get their saved state of each parameter, such as Adam's exp_avg. They lose their
-    present state, also if the checkpoint has none. To restore the weights alone, pass
-    {"model": state["model"]} and no optimizers. Settings, such as the learning rate, stay as they
-    are now. Gradients of the optimizers' parameters are deleted. `state` is not changed, and shares
-    no memory with the model and the optimizers. Not supported are SparseAdam, LBFGS, optimizers
-    that keep state in param_groups (Prodigy) or under a key that is not a parameter (for these,
-    snapshot() raises KeyError), and optimizers whose state changes its names or shapes during the
-    training.
+    The present state of the optimizers and the gradients of their parameters are deleted, even if
+    the checkpoint has no optimizer state. Settings, such as the learning rate, stay as they are
+    now. To restore the weights alone, pass {"model": state["model"]} and no optimizers.
 
-    ValueError on every rank if the state does not fit, or if an optimizer has a parameter that the
-    model does not have. The state does not fit, for example, if it has optimizer state of a
-    parameter that is frozen now, so unfreeze parameters before. After a ValueError, the model is
-    unchanged. The optimizers can have changed: gradients may be deleted, and each optimizer may
-    have its present state, no state, or the saved state.
+    If a parameter has no optimizer state yet, restore_ first creates it by a step() with zero
+    gradients and learning rate 0. This calls the hooks of step().
 
-    To check names and shapes, restore_ needs a state of each optimizer. If a parameter has no state
-    yet, torch creates the states by a step with zero gradients and learning rate 0. This step calls
-    the hooks of step(). It changes no weight, with one exception: Adam with eps=0 divides 0 by 0,
-    so the weights become NaN.
+    ValueError on every rank if the state, the model and the optimizers do not fit together, for
+    example because a parameter with optimizer state is frozen now. The model is then unchanged, but
+    optimizers may have lost their state.
+
+    Not supported are SparseAdam, LBFGS, and optimizers whose state is in param_groups (Prodigy),
+    has a key that is not a parameter, or changes its names or shapes during the training.
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -178,7 +165,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         for parameter, template in templates.items():
             if values := unused.pop(names[parameter], {}):
                 where = f"optimizer state of {names[parameter]}: "
-                # A fused optimizer does not check shapes. With wrong ones, it computes nonsense.
+                # With wrong shapes, a fused optimizer computes nonsense.
                 check_same(values, template, where)
                 optimizer.state[parameter] = tree_map(_receive, values, template)
         if unused:
@@ -187,14 +174,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 "does not train it: is it frozen, or in another optimizer?"
             )
     for name, value in state["model"].items():
-        # The tensors of `ours` are those of the model, and get the saved values. Extra state gets a
-        # new value instead, because its shape can differ, and because the module may still use the
-        # present tensors.
+        # The tensors in `ours` are those of the model, and get the saved values. Extra state, which
+        # can be a dict of tensors, gets a new value, because its shapes can differ.
         like = None if _is_extra(name) else ours[name]
-        # tree_map, because the extra state of a module can be a dict with tensors.
         ours[name] = tree_map(partial(_receive, like=like), value)
-    # The tensors of the model have their values. This calls the modules' set_extra_state() and
-    # their hooks for loading.
+    # The tensors have their values. This calls set_extra_state() and the modules' hooks.
     model.load_state_dict(ours)
 
 
@@ -208,13 +192,11 @@ def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[A
 
 def reset_optimizer_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
     """Delete an optimizer's state and gradients. Return an example of its state."""
-    # This import takes 0.5 s, so it is not at the top of the file.
+    # This import takes 0.5 s.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # If each parameter has a state, this is the example. (Adagrad creates its state at once, and in
-    # torch 2.11 the step below cannot create it again.) Otherwise, get_optimizer_state_dict is
-    # called. Its result is not used, but it creates the state of an optimizer that has no gradients
-    # and no state, by the step that restore_ describes.
+    # get_optimizer_state_dict creates the state of an optimizer that has no gradients and no state.
+    # Adagrad has its state from the start, and torch 2.11 cannot create it again.
     optimizer.zero_grad()
     if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
         optimizer.state.clear()
@@ -227,26 +209,24 @@ def reset_optimizer_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]
 def _receive(value: Any, like: Any) -> Any:
     """Copy a value of rank 0 into the tensor `like` on each rank, and return `like`.
 
-    Every rank must call this. value: on ranks above 0, tensors are on "meta". like: has the shape
-    and dtype of the value, and keeps its device, its strides and its sharding. With None, for extra
-    state of a module, a new tensor on the CPU is returned. A value that is not a tensor is
-    returned as a copy: all ranks have it already.
+    Every rank must call this. value: on ranks above 0, a tensor is on "meta". A value that is not a
+    tensor is the same on all ranks, and a copy of it is returned. like: keeps its device, strides
+    and sharding. With None, a new tensor on the CPU is returned.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     new = value
     if dist.is_initialized():
-        # NCCL cannot broadcast a tensor on the CPU.
         device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         new = value.new_empty(value.shape, device=device)
         if not value.is_meta:
             new.copy_(value)
-        # As bytes, because gloo and NCCL cannot send all dtypes, for example int16.
+        # Send bytes, because gloo and NCCL cannot send all dtypes.
         dist.broadcast(new.flatten().view(torch.uint8), 0)
     if like is None:
         return new.to("cpu", copy=True)
     if hasattr(like, "placements"):
-        # With the source None, no rank sends: each one takes its part of `new`.
+        # With None, no rank sends: each one takes its part of `new`.
         new = dist.tensor.distribute_tensor(
             new, like.device_mesh, like.placements, src_data_rank=None
         )
@@ -256,7 +236,7 @@ def _receive(value: Any, like: Any) -> Any:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and torch.compile.
 
-    Wrappers of parts of the model stay. To compile a part, call part.compile(): it adds no wrapper.
+    Wrappers of parts of the model stay. So compile a part with part.compile(), which adds none.
     """
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = getattr(model, "_orig_mod", None) or model.module  # type: ignore[assignment]
@@ -266,13 +246,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 def check_same(theirs: State, ours: State, where: str = "") -> None:
     """Raise ValueError unless both state dicts have the same names, shapes and dtypes.
 
-    theirs: from a checkpoint. where: the beginning of the message. The value of get_extra_state()
-    of a module may have any type and shape, because a module can change it during a training.
+    theirs: from a checkpoint. where: the beginning of the message. The extra state of a module may
+    have any type and shape.
     """
     for name in ours | theirs:
         a, b = _kind(name, theirs), _kind(name, ours)
         if a != b:
-            # A value in another program's file can be a very long list.
             raise ValueError(f"{where}{name} is {a:.1000} in the checkpoint, {b:.1000} here")
 
 
@@ -291,7 +270,7 @@ def _kind(name: str, values: State) -> str:
 
 
 def _is_extra(name: str) -> bool:
-    """Return whether a value of a state dict is what get_extra_state() of a module returned."""
+    """Return whether a name is that of the extra state of a module."""
     return f".{name}".endswith("._extra_state")
 
 
@@ -301,16 +280,14 @@ def _is_extra(name: str) -> bool:
 def save(
     folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
 ) -> Entry:
-    """Write a checkpoint. When this returns, the file is complete and survives a power failure.
+    """Write a checkpoint durably: when this returns, it survives a power failure.
 
-    state: what snapshot() returned on rank 0. step: number of finished steps. A checkpoint of the
-    same step is replaced, also if it has the lowest loss. loss: the validation loss. keep: if
-    given, prune(folder, keep) follows. If the folder has checkpoints with higher steps, prune() can
-    delete the new one at once. Damaged checkpoints count too, until set_aside().
+    state: what snapshot() returned on rank 0. step: number of finished steps. Another checkpoint of
+    this step is deleted. loss: the validation loss. keep: if given, prune(folder, keep) follows,
+    which can delete the new checkpoint at once if the folder has higher steps.
 
-    ValueError if load() would refuse the file, for example because of NaN. No file is then left.
-    ValueError also if keep < 1, after the file was written. After an error in writing, the earlier
-    checkpoints are untouched.
+    ValueError if load() would refuse the file, for example because of NaN, or if keep < 1. After an
+    error in writing, the earlier checkpoints are untouched.
     """
     _check_state(state)
     make_folder(folder)
@@ -319,8 +296,7 @@ def save(
             torch.save(state, file)
         except RuntimeError as error:  # torch.save hides an OSError in __context__.
             raise error.__context__ if isinstance(error.__context__, OSError) else error
-        # Raise ValueError now if load() would refuse a class. "meta" tensors take no memory. The
-        # file is still open, but torch.save has flushed it.
+        # Raise ValueError now if load() would refuse a class. "meta" tensors take no memory.
         _read_state(file.name, device="meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
@@ -333,7 +309,7 @@ def save(
 
 
 def load(folder: str, entry: Entry) -> State:
-    """Read and verify a checkpoint. Its tensors are on the CPU. Code in the file is not run.
+    """Read and verify a checkpoint. Its tensors are on the CPU.
 
     ValueError if the file is damaged or not a checkpoint, or if the model contains NaN.
     NotImplementedError if the checkpoint is sharded.
@@ -345,9 +321,8 @@ def load(folder: str, entry: Entry) -> State:
         raise OSError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] not in entry.name:
         raise ValueError("damaged: the content does not match the digest in the name")
-    # Hide torch's warnings about the content of a forged file, which can have a right digest.
-    # catch_warnings changes the filters of all threads. So save(), which often runs beside the
-    # training, does not use it.
+    # Hide torch's warnings about a forged file. save() must not do this, because it changes the
+    # filters of all threads.
     with warnings.catch_warnings(action="ignore"):
         state: State = _read_state(path, "cpu")
     _check_state(state)
@@ -361,9 +336,9 @@ def _read_state(path: str | Path, device: str) -> Any:
     except (OSError, MemoryError):  # The file may be good.
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and "memory" in f"{error}":  # The file may be good.
+        if isinstance(error, RuntimeError) and "memory" in f"{error}":
             raise
-        # torch names a class that it refuses, for example "GLOBAL argparse.Namespace".
+        # torch names a refused class, for example "GLOBAL argparse.Namespace".
         what = ": ".join([type(error).__name__, *re.findall(r"GLOBAL \S+", f"{error}")])
         raise ValueError(
             f"not a checkpoint: torch.load(weights_only=True) raised {what}"
@@ -404,10 +379,7 @@ def parse_names(names: Iterable[str]) -> list[Entry]:
 
 
 def list_checkpoints(folder: str) -> list[Entry]:
-    """Return the checkpoints in a folder, lowest step first. No file is read.
-
-    If there is no such folder, the list is empty.
-    """
+    """Return the checkpoints in a folder, lowest step first; [] if there is no folder."""
     try:
         return parse_names(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -421,10 +393,9 @@ def newest(
 ) -> tuple[Found | None, dict[str, str]]:
     """Return the newest checkpoint that load() accepts, and {name: reason} of each newer one.
 
-    If load() raises ValueError or OSError (but not PermissionError, because the file may be good),
-    the checkpoint is rejected, and the next lower step is tried. All other errors of load() are
-    passed on. Call set_aside() for each rejected checkpoint (this only renames it). Otherwise
-    prune() keeps the rejected checkpoint and deletes a good one in its place.
+    A checkpoint is rejected if load() raises ValueError or OSError. Other errors are passed on, and
+    PermissionError too, because the file may be good. Call set_aside() for each rejected
+    checkpoint: otherwise prune() keeps it and deletes a good one in its place.
 
     (None, {}) if there are no checkpoints. ValueError if all are rejected. extras/ pass their own
     functions as `load` and `list_checkpoints`.
@@ -437,7 +408,7 @@ def newest(
             raise
         except (OSError, ValueError) as error:
             if entry not in list_checkpoints(folder):
-                # Another process has deleted it, and may have saved another one: start again.
+                # Another process has deleted it: start again.
                 return newest(folder, load, list_checkpoints)
             rejected[entry.name] = f"{error}"
     if rejected:
@@ -452,23 +423,17 @@ def newest(
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """Return the entries to delete: all but the `keep` highest steps and that with the lowest loss.
 
-    `entries` must be in the order of steps. If several share the lowest loss, the one with the
-    highest step counts as the best. Losses are compared with four decimals, as in the names.
-    ValueError if keep < 1.
+    entries: lowest step first. ValueError if keep < 1.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-    # If no entry has a loss, `best` is the newest entry, which remains anyway.
+    # Of equal losses, the newest counts. Without any loss, this is an entry that remains anyway.
     best = min(reversed(entries), key=lambda e: e.loss, default=None)
     return [entry for entry in entries[:-keep] if entry != best]
 
 
 def prune(folder: str, keep: int) -> None:
-    """Delete the checkpoints that superseded() returns.
-
-    A sharded checkpoint is a folder, which cannot be deleted in one operation. It is only set
-    aside. extras/sharded.py can delete it.
-    """
+    """Delete the checkpoints that superseded() returns. Sharded ones are only set aside."""
     for entry in superseded(list_checkpoints(folder), keep):
         _remove(folder, entry.name)
 
@@ -476,7 +441,7 @@ def prune(folder: str, keep: int) -> None:
 def _remove(folder: str, name: str) -> None:
     """Delete a checkpoint, or set it aside if it is a folder."""
     path = Path(folder, name)
-    if path.is_dir():
+    if path.is_dir():  # One operation cannot delete it.
         set_aside(folder, name)
     else:
         path.unlink(missing_ok=True)
@@ -490,15 +455,13 @@ def set_aside(folder: str, name: str) -> None:
 def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     """Take the lock of an existing folder, and delete all temporary files in it.
 
-    Call make_folder() and lock() before the first save(). Otherwise lock() in another process
-    deletes the file that save() is writing.
+    Call this before the first save(). Otherwise lock() in another process deletes the file that
+    save() is writing. Keep the result: when it is garbage collected, the lock is released. A forked
+    child, such as a worker of a DataLoader, also keeps the lock until it ends.
 
-    Keep the result: when it is garbage collected, the lock is released. A forked child, such as a
-    worker of a DataLoader, also keeps the lock until it ends.
-
-    ValueError if another process, or an earlier lock() of this one, still has the lock after
-    `timeout` seconds. Where locks do not work (on Windows, and on some file systems), lock()
-    returns None and deletes nothing. Then nothing keeps other runs out.
+    ValueError if another process or this one still has the lock after `timeout` seconds. Where
+    locks do not work (on Windows, and on some file systems), the result is None, and nothing keeps
+    other runs out.
     """
     # Not the package filelock: without flock(), it waits for ever or leaves locks behind.
     if not fcntl:
@@ -531,17 +494,14 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
 
 
 def write_text(folder: str, name: str, text: str) -> None:
-    """Replace the text of a file. After a crash, the file has the old or the new text."""
+    """Replace the text of a file atomically and durably."""
     with _temporary_file(folder) as file:
         file.write(text.encode())
         _publish(file, name)
 
 
 def append_text(folder: str, name: str, line: str) -> None:
-    """Add a line to a file. `line` must end with a line break.
-
-    After an OSError, a part of the line can be in the file. A power failure can lose the line.
-    """
+    """Add a line, which must end with a line break. A power failure can lose it."""
     with open(Path(folder, name), "a", encoding="utf-8") as file:
         file.write(line)
 
@@ -594,7 +554,7 @@ def _rename(path: Path, name: str) -> None:
 
 
 def fsync_folder(folder: str | Path) -> None:
-    """Make new names in a folder durable: a power failure does not lose them."""
+    """Make new names in a folder survive a power failure."""
     if os.name == "posix":  # Windows cannot open a folder
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -10,11 +10,11 @@
 positions (Su et al., 2021), RMS norm without weights (Zhang and Sennrich, 2019), normalised queries
 and keys (Henry et al., 2020), squared ReLU (So et al., 2021), no biases, an untied output layer,
 and blocks that start as the identity. `arch="modern2"` is modern with larger initial embeddings and
-a causal convolution over them, like the Canon layers of Allen-Zhu (2025). It reaches the loss of
-modern in fewer steps.
+a causal convolution over them, like the Canon layers of Allen-Zhu (2025). It reaches the same loss
+in fewer steps.
 
-Letters in shapes: B sequences, T tokens in each, C = embd, H heads, D = C / H, V tokens in the
-vocabulary, and S keys. In training, S = T. In sampling, S also counts the cached keys.
+Letters in shapes: B sequences, T tokens in each, C = embd, H = heads, D = C / H, V = vocab, and
+S = T + the number of cached keys.
 """
 
 import math
@@ -33,8 +33,7 @@ class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
 
     vocab: int
-    # number of tokens in the context. gpt2 cannot use more. modern and modern2 can train with
-    # longer sequences. `sample` cuts a longer context, with every architecture.
+    # tokens in the longest context. modern and modern2 can also train with longer sequences.
     block_size: int
     layers: int
     heads: int
@@ -46,10 +45,10 @@ class Config(NamedTuple):
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square over the last dimension, and keep its dtype."""
     if x.is_cuda:
-        # Under autocast, F.rms_norm would make a float32 copy of x (torch 2.13).
+        # Autocast would make a float32 copy of x.
         with torch.autocast("cuda", enabled=False):
             return F.rms_norm(x, x.shape[-1:], eps=1e-6)
-    # On other devices, it always makes this copy. vector_norm sums in float32 without a copy.
+    # On other devices, F.rms_norm always makes this copy. vector_norm sums in float32 without it.
     wide = torch.promote_types(x.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return x * (norm.square() / x.shape[-1] + 1e-6).rsqrt().to(x.dtype)
@@ -58,9 +57,8 @@ def rms_norm(x: Tensor) -> Tensor:
 def rope(start: int, count: int, half: int, like: Tensor) -> Tensor:
     """Compute the cosines and sines of the rotary angles for `count` positions from `start` on.
 
-    half: D / 2. Pair i, the dimensions (i, i + half), turns by 10000 ** (-i / half) radians per
-        position.
-    Returns (2, count, 1, half), first the cosines, with dtype and device of `like`.
+    half: D / 2. Angle i grows by 10000 ** (-i / half) radians per position.
+    Returns (2, count, 1, half), first the cosines, with the dtype and device of `like`.
     """
     rates = 10000.0 ** (-torch.arange(half, device=like.device) / half)
     angles = torch.outer(torch.arange(count, device=like.device) + start, rates)[:, None]
@@ -82,9 +80,9 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of the logits x @ weight.T and the targets, summed over N rows.
+    """Return the cross-entropy of the logits x @ weight.T, summed over the rows, in nats.
 
-    x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar, in nats.
+    x: (N, C). weight: (V, C). targets: (N,) int64. Returns a float32 scalar.
     """
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
@@ -92,16 +90,13 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 class Arch(NamedTuple):
     """The settings in which architectures differ. The defaults are those of "modern"."""
 
-    # takes the width, and returns a function or a module
     norm: Callable[[int], Callable[[Tensor], Tensor]] = lambda width: rms_norm
     activation: Callable[[Tensor], Tensor] = relu_squared
     rotary: bool = True  # False: learned positions, and queries and keys are not normalised
-    bias: bool = False  # linear layers in the blocks have a bias
-    tied_head: bool = False  # the output layer shares the embedding's weights
-    # Block.out and Block.down start as 0, so each block starts as the identity.
-    zero_branches: bool = True
-    # number of earlier tokens that the convolution over the embeddings uses; 0: no convolution
-    look_back: int = 0
+    bias: bool = False  # of the linear layers in the blocks
+    tied_head: bool = False  # The output layer shares the weights of the embedding.
+    zero_branches: bool = True  # Block.out and Block.down start as 0.
+    look_back: int = 0  # earlier tokens in the convolution over the embeddings. 0: no convolution
 
 
 ARCHS = {
@@ -126,16 +121,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """
     T = q.shape[2]
     S = k.shape[2]
-    # For short bfloat16 sequences on a CPU, the backward pass of torch's kernel can be ten times
-    # slower than the backward pass of the matrix products below (torch 2.13).
+    # On a CPU, the backward pass of torch's kernel is slow for short bfloat16 sequences.
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
-    # With is_causal, torch lets query i see the keys 0 to i. This is right only for T = S. For
-    # T = 1, the query is the last position and sees all keys, so it needs no mask.
+    # With is_causal, query i sees the keys 0 to i. This is right only for T = S. With T = 1, the
+    # query sees all keys.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
-    # Query i is at position S - T + i, and does not see later keys.
+    # Query i is at position S - T + i.
     mask = q.new_full((T, S), -math.inf).triu(S - T + 1)
-    # Scale q and not the scores, because q has fewer elements.
     scores = (q * q.shape[-1] ** -0.5) @ k.mT + mask
     return F.dropout(scores.softmax(-1), dropout) @ v
 
@@ -187,15 +180,15 @@ def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
     e = F.pad(model.embedding(tokens), (0, 0, n, 0))[:, start:]
     x = e[:, n:]
     for i in range(1, n + 1):
-        # e[:, n - i : -i] has the embeddings of the tokens i positions before those of x.
+        # The slice has the embeddings i positions before those in x.
         x = x + e[:, n - i : -i] * model.look_back[:, i - 1]
     if model.positions:
         x = x + model.positions.weight[start : tokens.shape[1]]
     x = F.dropout(x, model.config.dropout, model.training)
     kind = tokens.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-        # Autocast would keep the residual stream in float32, which takes twice the memory. For
-        # float16 that is right, because the stream could overflow.
+        # Autocast would keep the residual stream in float32, with twice the memory. A float16
+        # stream could overflow.
         x = x.bfloat16()
     return x
 
@@ -203,11 +196,10 @@ def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
 class GPT(nn.Module):
     """A decoder-only transformer. Use `build`: the constructor does not initialise the weights.
 
-    Two attributes can be set, but only before compile_, and before the model is wrapped:
-    - checkpoint_activations: With True, the backward pass computes each block again. This saves
-      memory.
-    - cross_entropy: the function that computes the loss. Another function must have the same
-      arguments and result. The one in extras/cross_entropy.py saves memory.
+    Two attributes can be changed. Do this before compile_, and before the model is wrapped.
+    checkpoint_activations: True saves memory. The backward pass then computes each block again.
+    cross_entropy: the loss function. Another one must have the same arguments and result. The one
+        in extras/cross_entropy.py saves memory.
     """
 
     def __init__(self, config: Config) -> None:
@@ -215,17 +207,15 @@ class GPT(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
-        # compile_ replaces these attributes. `embed` is not a method, so it gets the model as an
-        # argument.
+        # compile_ replaces these. In a copy of the model, a compiled method would still use the
+        # weights of the original, so `embed` is a function.
         self.embed, self.cross_entropy = embed, cross_entropy
         self.checkpoint_activations = False
-        # nn.Embedding(V, C) would call normal_. On the device "meta", which `build` uses, its first
-        # call takes one second.
+        # nn.Embedding(V, C) would call normal_. Its first call on the device "meta" takes a second.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
         if arch.look_back:
-            # In `embed`, column i - 1 is multiplied by the embeddings i positions earlier.
             self.look_back = nn.Parameter(torch.empty(width, arch.look_back))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = arch.norm(width)
@@ -243,12 +233,12 @@ class GPT(nn.Module):
         """Return the logits (B, T, V). With targets, return the loss sum in nats, a float32 scalar.
 
         tokens: (B, S) int64, all tokens of the context. For gpt2, S must be at most block_size.
-            T = S - start positions are computed.
         targets: (B, T) int64.
         caches: (layers, 2, B, H, S, D), for sampling in evaluation mode. The first `start`
-            positions hold the keys and values of earlier calls. This call writes those of the
-            other T positions, and returns only the logits of the last token, (B, 1, V).
-        start: at most S - 1, and 0 without caches. This and the size of caches are not checked.
+            positions hold the keys and values of earlier calls. This call adds those of the other
+            T positions, and returns only the logits of the last token, (B, 1, V).
+        start: number of cached positions, S - T. It must be 0 without caches. This and the size of
+            caches are not checked.
         """
         x = self.embed(self, tokens, start)
         # Blocks of gpt2 ignore this.
@@ -268,14 +258,13 @@ def build(config: Config, seed: int | None) -> GPT:
     """Build a model on the CPU. Its initial weights depend only on `config` and `seed`.
 
     ValueError if `config` is not valid.
-    seed: None leaves the parameters on the device "meta". initial_weight can compute their values.
+    seed: None leaves the parameters on the device "meta", for initial_weight.
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
     # The first five fields are the sizes.
     if min(config[:5]) < 1 or not 0 <= config.dropout < 1:
         raise ValueError(f"{config}: sizes must be at least 1, and dropout from 0 to below 1")
-    # Rotary positions turn pairs of dimensions.
     if config.embd % (config.heads * (2 if ARCHS[config.arch].rotary else 1)):
         raise ValueError(
             f"embd {config.embd} must be a multiple of heads {config.heads}; with rotary "
@@ -285,8 +274,7 @@ def build(config: Config, seed: int | None) -> GPT:
         model = GPT(config)
     if seed is not None:
         for name, parameter in model.named_parameters():
-            # swap_tensors keeps the parameter object and changes its content, so a tied head stays
-            # tied.
+            # swap_tensors keeps the parameter object, so a tied head stays tied.
             torch.utils.swap_tensors(
                 parameter, nn.Parameter(initial_weight(config, seed, name, parameter.shape))
             )
@@ -299,17 +287,17 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
     name: from GPT.named_parameters(). Remove the prefix that the names have in a wrapper.
     shape: of the whole parameter, also if this process holds only a part of it.
     """
-    # The weights of norms are 1, and biases are 0. Matrices are drawn below.
+    # Norm weights are 1, and biases are 0.
     weight = torch.full(shape, float(name.endswith("weight")), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         arch = ARCHS[config.arch]
         std = 0.02
-        # With 0.1, modern2 needs fewer steps than with 0.02, measured at 128 and 384 wide.
+        # With 0.02, modern2 needs more steps.
         if arch.look_back and name in ("embedding.weight", "look_back"):
             std = 0.1
         if name.endswith(("out.weight", "down.weight")):
             std *= 0 if arch.zero_branches else (2 * config.layers) ** -0.5
-        # A CPU generator uses only 32 bits of its seed, so this is a hash with 32 bits.
+        # A CPU generator uses only 32 bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight.normal_(0, std, generator=generator)
     return weight
@@ -319,8 +307,8 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """Compute (sum of the token losses in nats, number of tokens) of a batch.
 
     model: a GPT or a wrapper of one.
-    batch: (x, y), both (B, T) int64. y[b, t] is the token that follows x[b, t]. y must not contain
-        -100, which F.cross_entropy ignores.
+    batch: (x, y), both (B, T) int64. y[b, t] is the token after x[b, t]. y must not contain -100,
+        which F.cross_entropy ignores.
     """
     x, y = batch
     return model(x, y), y.numel()
@@ -329,16 +317,13 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def compile_(model: GPT) -> None:
     """Compile the parts of the model in place: embedding, each block, and loss.
 
-    The names of the parameters do not change. As each block is compiled alone, DDP can send the
-    gradients of the last blocks while the backward pass of the first blocks still runs.
-
-    Two settings of torch._dynamo change for the whole process. Do not sample from a compiled model:
-    torch would compile it again for each length. A compiled model cannot be pickled: save its
-    state_dict().
+    The names of the parameters do not change. Each block is compiled alone, so DDP can send
+    gradients during the backward pass. Two settings of torch._dynamo change for the whole process.
+    Do not sample from a compiled model: torch would compile it again for each length.
     """
     config = torch._dynamo.config
-    # By default, torch compiles for 8 shapes and runs others uncompiled. Compiled and uncompiled
-    # code rounds differently, so the result would depend on which shapes came first.
+    # By default, torch compiles only the first 8 shapes. Uncompiled code rounds differently, so
+    # the result would depend on the order of the shapes.
     config.recompile_limit = max(64, config.recompile_limit)
     # Under DistributedDataParallel, torch would cut large graphs into pieces.
     config.optimize_ddp = False
@@ -352,11 +337,10 @@ def compile_(model: GPT) -> None:
 def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
     """Divide the parameters into three groups for the optimizers.
 
-    "matrices" are the weights of linear layers in the blocks. "embeddings" are the weights of the
-    token and position embeddings, of the convolution and of the output layer. "vectors" are biases
-    and norm weights. A group without parameters is left out.
-    Pass the GPT itself. In a wrapper such as DistributedDataParallel, the names do not begin with
-    "blocks.", so every matrix would be in "embeddings".
+    "matrices" are the weights of linear layers in the blocks. "vectors" are biases and norm
+    weights. "embeddings" are all others, also the output layer. A group without parameters is left
+    out. Pass the GPT itself. From a wrapper such as DistributedDataParallel, every matrix would be
+    in "embeddings".
     """
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -371,15 +355,13 @@ def sample(
 ) -> Iterator[Tensor]:
     """Generate tokens without end, for one prompt or a batch.
 
-    prompt: (B, T) int64, or (T,). A long one is first cut to its last block_size tokens.
+    prompt: (B, T) int64, or (T,). Only its last block_size tokens are used.
     temperature, top_k: see sample_token.
     Yields the next token of each prompt, (B,) int64, on the device of the model. B is 1 for (T,).
     Uses torch's global generator. The first next() raises ValueError in training mode, for an empty
     prompt, and for a negative temperature or top_k.
-
-    When a new token makes the context longer than block_size, the context is cut to its last
-    ceil(block_size / 2) tokens. All of these get new positions, so their keys and values must be
-    computed again. Cutting to the half makes this rare.
+    When the context becomes longer than block_size, it is cut to its last ceil(block_size / 2)
+    tokens.
     """
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before")
@@ -400,7 +382,9 @@ def sample(
         tokens = sample_token(logits, temperature, top_k)
         context, start = torch.cat((context, tokens[:, None]), 1), end
         yield tokens
-        if end == config.block_size:  # Now the context has one token more.
+        if end == config.block_size:
+            # All positions change, so all keys are computed again. Cutting to the half makes this
+            # rare.
             context, start = context[:, -math.ceil(end / 2) :], 0
 
 
@@ -408,8 +392,8 @@ def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     """Draw one token from each row of logits (B, V). Return (B,) int64.
 
     temperature: the logits are divided by it. 0 returns the most likely token.
-    top_k: draw only from the top_k most likely tokens, and from others that are exactly as likely
-        as the last of these. 0 means all.
+    top_k: draw only from the top_k most likely tokens and from ties with the last of these. 0 means
+        all.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -417,6 +401,6 @@ def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
         smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
     # The largest logit becomes 0, so the division cannot give +inf. A temperature that float32
-    # rounds to 0 would give 0 / 0, which is NaN, so the smallest one is 1e-30.
+    # rounds to 0 would give NaN.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     return torch.multinomial(logits.softmax(-1), 1).flatten()

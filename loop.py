@@ -11,13 +11,12 @@
             print(step, float(report.loss))
 
 The loss function returns the sum of the losses in a micro-batch, not their mean, and the count of
-these losses (rows or tokens). The global batch of a step is all micro-batches of all ranks. Each
-rank back-propagates sum * world_size / (count of the global batch). DDP and FSDP2 average over the
-ranks, so the result is the exact mean gradient of the global batch.
+these losses: the number of rows or tokens, or the sum of their weights. The global batch of a step
+is all micro-batches of all ranks. Each rank back-propagates sum * world_size / (count of the global
+batch). DDP and FSDP2 average over the ranks, so the result is the exact mean gradient.
 
-Everything also works without a process group. In a process group, all ranks must call the same
-functions in the same order. Wrap the model in DistributedDataParallel (DDP) or FSDP2 (torch's
-fully_shard), not in the older FullyShardedDataParallel. For FSDP2, train_ needs sync_each=True.
+Wrap the model in DistributedDataParallel (DDP) or FSDP2 (torch's fully_shard), not in the older
+FullyShardedDataParallel.
 """
 
 import copy
@@ -39,7 +38,7 @@ from torch.utils._pytree import tree_map_only
 
 # loss_fn(model, micro-batch on the model's device) -> (scalar sum, count of its terms)
 LossFn = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
-# waits for a copy to the host and returns its numbers
+# the function that to_host returns
 Reader = Callable[[], list[float]]
 
 
@@ -47,15 +46,14 @@ Reader = Callable[[], list[float]]
 class Report:
     """Holds the results of one optimizer step. They are equal on all ranks.
 
-    The tensors are scalars on the model's device. float(tensor) waits for the device.
+    The tensors are scalars on the model's device.
     """
 
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient, before clipping
     count: Tensor  # count of the global batch
-    # number of steps of this call of train_, up to now, whose loss or gradient was not finite
-    skipped: Tensor
-    stop: bool  # some rank's stop() was true (on CUDA: in the step before)
+    skipped: Tensor  # number of bad steps (see train_) in this call, up to now
+    stop: bool  # a rank asked to stop: see train_
 
 
 class Diverged(FloatingPointError):
@@ -80,67 +78,47 @@ def train_(
 ) -> Iterator[tuple[int, Report]]:
     """Do one optimizer step for each item of `steps`; after each, yield (steps done, Report).
 
-    All ranks must iterate over train_ together. Gradients must be None at the start. After each
-    step, train_ deletes only the gradients of the optimizers' parameters. If the loss also depends
-    on another model, as in a GAN, delete the gradients of that model yourself. train_ calls
-    model.train() at the start.
+    All ranks must iterate over train_ together. It calls model.train() once. Gradients must be None
+    at the start. After each step, train_ deletes only those of the optimizers' parameters.
 
-    start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
-        only when `steps` ends. If your loop breaks at a step `last`, call train_ only if
-        start < last. Otherwise it does one step too many, because it can break only after a step.
+    start: number of steps that an earlier run has done. `steps` must begin after these. If your
+        loop breaks at a step `last`, call train_ only if start < last.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
-        the global batch, or 0 on a rank that has no data left. All ranks need the same number of
-        steps. The ranks may have different numbers of micro-batches in a step, also with DDP,
-        unless layers of the model communicate, as SyncBatchNorm does.
-        A rank without data passes a substitute, for example an earlier micro-batch. A substitute
-        is not part of the global batch: its loss gets the weight 0. But it passes through the
-        model, so it changes BatchNorm statistics, and its loss and gradient must be finite, because
-        0 * inf is NaN. A parameter that is used only by substitutes gets a gradient of 0 instead of
-        None, so weight decay and momentum change it.
-    loss_fn: if targets have weights, the count is the sum of the weights in the micro-batch.
-    lr_at: lr_at(number of finished steps) returns a factor. The "lr" of each parameter group
-        becomes this factor times its "initial_lr". A missing "initial_lr" is set to "lr". With
-        None, train_ leaves "lr" to the caller, for example to a torch scheduler. Creating a
-        scheduler overwrites each "lr", and loading the scheduler's state does not undo that. So to
-        resume, create the scheduler, load its state, and then copy its get_last_lr() into each
-        "lr", as extras/tutorial/scheduler.py does. OneCycleLR and CyclicLR also change the
-        momentum, which get_last_lr() does not return: switch this off with cycle_momentum=False.
-    clip: maximum for the L2 norm of the mean gradient, over the parameters of all optimizers. With
-        math.inf, nothing is clipped.
+        the global batch. A rank that has no data left declares 0 and passes any micro-batch. This
+        micro-batch gets the weight 0, but it must have a finite loss and gradient, and it changes
+        BatchNorm statistics. All ranks need the same number of steps. Their numbers of
+        micro-batches may differ, unless layers communicate, as SyncBatchNorm does.
+    lr_at: the "lr" of each parameter group becomes lr_at(number of finished steps) times its
+        "initial_lr". A missing "initial_lr" is set to "lr". With None, the caller sets "lr". To
+        resume a torch scheduler, see extras/tutorial/scheduler.py.
+    clip: maximum for the L2 norm of the mean gradient of all optimizers' parameters.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
     scaler: the caller saves and restores its state.
-    seed: each step seeds torch's random generators from (seed, step, rank), so dropout is the same
-        in a resumed run. After the step, the generators of the CPU and of the model's GPU are as
-        before, so `seed` does not affect the shuffling of a DataLoader.
+    seed: in each step, torch's random generators are seeded from (seed, step, rank), so dropout is
+        the same in a resumed run.
     stop: is called once per step. If it returns true on any rank, report.stop is true on all. Your
         loop must then break, because train_ goes on.
-    patience: at least 1. train_ raises Diverged after this number of bad steps in a row. Each call
-        of train_ counts from 0. In a bad step, the loss or the gradient norm is not finite, for
-        example after an overflow in float16. A bad step changes no weight and no optimizer state on
-        any rank. But it changes buffers: BatchNorm statistics can become NaN, and stay NaN until
-        you reset them. ckpt.py refuses to save such a model.
-    sync_each: False: only the last backward pass of a step synchronises gradients. With several
-        ranks, the model then needs a method no_sync, as DDP has it. True: each backward pass
-        synchronises. All ranks then need the same number of micro-batches in a step: see pad_steps
-        in extras/fsdp.py. train_ then does not check that the model is wrapped.
-        DDP with static_graph=True needs this if a step has several micro-batches: torch fails with
-        an internal error if no_sync is used in its first pass.
+    patience: train_ raises Diverged after this number (at least 1) of bad steps in a row. In a bad
+        step, the loss or the gradient norm is not finite. A bad step changes no weight and no
+        optimizer state. But BatchNorm statistics can become NaN.
+    sync_each: if true, each backward pass synchronises gradients, not only the last one of a step.
+        FSDP2 needs this, and so does DDP with static_graph=True if a step has several
+        micro-batches. All ranks then need the same number of micro-batches in a step: see pad_steps
+        in extras/fsdp.py.
 
-    ValueError before an update: the model is not wrapped, clip is not above 0, or a step has no
-    micro-batch.
+    ValueError before an update: the model is not wrapped (not checked if sync_each is true), clip
+    is not above 0, or a step has no micro-batch.
     ValueError after a wrong update (discard the model):
     - The declared count is not what loss_fn counted. Ranks that declare 0 do not check this.
-    - The gradient norm was not the same on all ranks, because loss_fn does not use the model that
-      it is given. The norm of a step is checked in the next step, that of the last step never.
+    - In the step before, the gradient norm was not the same on all ranks, because loss_fn does not
+      use the model that it is given.
 
-    If an error is raised on some ranks only, the others wait in a collective until the processes of
-    these ranks end, or until the timeout of the process group.
+    If only some ranks raise an error, end their processes: the others wait in a collective until
+    then, or until the timeout.
 
-    On CUDA, so that the host need not wait for the device, report.stop, Diverged and the ValueError
-    after a wrong update come one step later. A request to stop in the last step is not reported.
-    Errors of the last step are raised when `steps` ends, so a caller that uses break does not get
-    them. If an optimizer is not fused or has no state, such as SGD without momentum, the host waits
-    for the device in each step.
+    On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step late, and
+    errors of the last step when `steps` ends. Use fused optimizers there: with others, the host
+    waits for the device in each step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -154,15 +132,12 @@ def train_(
         raise ValueError(f"clip is {clip}; must be above 0, and math.inf for no clipping")
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = previous_norm = torch.zeros((), device=device)
-    # A queue of checks (see _read_flags), one per step. On CUDA, the queue begins with a check that
-    # does nothing, so each step calls the check of the step before. On other devices, each step
-    # calls its own check.
+    # On CUDA, the first check does nothing, so each step calls the check of the step before.
     checks: list[Callable[[], bool]] = [lambda: False] if _reads_late(device) else []
     model.train()
     for step, (batches, declared) in enumerate(steps, start):
         if lr_at:
-            # float(), because a checkpoint with a NumPy number could not be loaded with
-            # weights_only=True.
+            # float(), because torch.load with weights_only=True refuses NumPy numbers.
             factor = float(lr_at(step))
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
@@ -172,8 +147,7 @@ def train_(
                 "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
             )
         weight = world_size / declared if declared else 0.0
-        # (loss sum, count, whether to stop, norm of the step before, for the check of `differ`
-        # below); later the sums over all ranks
+        # [loss sum, count, whether to stop, norm of the step before]
         sums = torch.zeros(4, dtype=accumulator_dtype(device), device=device)
         # `sums[2] = stop()` would wait for a CUDA device.
         sums[2].fill_(stop())
@@ -192,16 +166,14 @@ def train_(
                         wait = _sum_over_ranks_(sums)
                     scaler.scale(loss_sum * weight).backward()
             wait()
-            # DDP raises RuntimeError here, before the update, if it has synchronised only some
-            # gradients.
+            # DDP raises RuntimeError here if it has synchronised only some gradients.
             getattr(model, "_check_reducer_finalized", lambda: None)()
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
-        # If all ranks had the same gradients in the step before, each norm was the mean of all
-        # norms. The check allows 0.1 %, because different hardware rounds differently.
+        # With equal gradients, each norm is the mean of all norms. The check allows 0.1 %, because
+        # different hardware rounds differently.
         differ = (sums[3] / world_size - previous_norm).abs() > 1e-3 * previous_norm
-        # NaN and infinity become 0. With NaN, the comparison above would be false, and a NaN on one
-        # rank would not be noticed.
+        # With NaN, the comparison above would be false, and a NaN on one rank would not be noticed.
         previous_norm = norm.nan_to_num(0.0, 0.0)
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
@@ -222,7 +194,7 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
             "is passed to it: only parameters that were part of this model and trainable when it "
             "was wrapped are synchronised"
         )
-    # A rank that declares 0 does not know the count. float32 sums on MPS need the tolerance.
+    # float32 sums on MPS need the tolerance.
     if declared and abs(counted - declared) > 1e-6 * declared:
         raise ValueError(
             f"step {step}: the declared count is {declared:.12g}, "
@@ -241,10 +213,7 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
 
 
 def _reads_late(device: torch.device) -> bool:
-    """Return whether the host reads flags one step, or one round of an evaluation, late.
-
-    On CUDA, it would otherwise wait for the device in each step.
-    """
+    """Return whether the host reads flags one step or round late, so that it need not wait."""
     return device.type == "cuda"
 
 
@@ -270,9 +239,8 @@ def _update_(
         norm = norm.full_tensor()
     finite = norm.isfinite() & loss.isfinite()
     for optimizer in optimizers:
-        # Not scaler.step(), because it does not look at the loss. A fused optimizer can skip the
-        # update on the device, so that the host need not wait. But not the first update, when there
-        # is no state: fused SGD would then make a momentum buffer, and leave it uninitialised.
+        # scaler.step() does not look at the loss. A fused optimizer can skip an update on the
+        # device, but not the first: fused SGD would leave its momentum buffer uninitialised.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
@@ -297,41 +265,34 @@ def evaluate(
     """Return the exact mean loss over the batches of all ranks, on every rank.
 
     The result is NaN if no rank has a batch. All ranks must call this function. Their numbers of
-    batches may differ or be 0. With FSDP2 they must be equal: see pad_batches in extras/fsdp.py.
-    All ranks do the same number of rounds, up to the first round in which no rank has a batch. In
-    each round, each rank calls stop() once and then evaluates a batch, if it has one.
+    batches may differ or be 0. FSDP2 needs equal numbers: see pad_batches in extras/fsdp.py.
 
-    stop: If it returns true on any rank, all ranks return None at the end of the round. On CUDA,
-        they return one round later, so there is one more round, whose stop() is ignored.
+    stop: is called in each round of one batch per rank, also on ranks that have no batch left. If
+        it returns true on any rank, all ranks return None after this round (on CUDA, the next one).
 
     evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, loss_fn
-    gets the module inside DDP, and rank 0 first sends its buffers to all ranks, unless
-    broadcast_buffers is False.
+    gets the module inside DDP.
     """
     replica = getattr(model, "_orig_mod", model)  # torch.compile keeps the model there
     if isinstance(replica, nn.parallel.DistributedDataParallel):
         # DDP's forward pass may send buffers. It would hang if ranks have different numbers of
-        # batches. So send them here, and use the module inside DDP. The first call updates DDP's
-        # list of buffers.
+        # batches, so send them here. The first call updates DDP's list of buffers.
         replica._assign_modules_buffers()
         if replica.broadcast_buffers and replica.modules_buffers:
             replica._sync_buffers()
         model = replica.module
-    # A baseline can have buffers only, or nothing. (With NCCL it needs a buffer on the GPU.)
+    # A baseline can have buffers only, or nothing.
     device = next(chain(model.parameters(), model.buffers()), torch.zeros(0)).device
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
     no_batch = object()
-    # On CUDA, flags are read one round late. The first read returns [1, 0]: one rank has a batch,
-    # no rank stops.
+    # On CUDA, the first read says that one rank has a batch and no rank stops.
     unread = [lambda: [1.0, 0.0]] if _reads_late(device) else []
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. Because of the
-            # zeros, these flags have another size than the sums in train_ (4) and group_batches
-            # (2). If by mistake some ranks call evaluate while others call train_, they fail, or
-            # wait until the timeout. With equal sizes, gloo would add the flags to those sums.
+            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. The size must differ
+            # from that of other sums: gloo would add both if ranks call different functions.
             flags = sums.new_zeros(5)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -359,20 +320,15 @@ def group_batches(
     """Group this rank's batches into the steps that train_ takes.
 
     All ranks must iterate over the result together.
-    accum: number of micro-batches per step and rank. A rank that runs out of batches has fewer.
+    accum: number of micro-batches per step and rank.
     count: returns for a batch the count that the loss function will return.
 
     The steps end when no rank has a batch left. A rank that runs out earlier repeats a micro-batch
-    and declares 0: see train_. A step whose count is 0 on all ranks is left out. ValueError on a
-    rank that has no batch at all while others have.
+    and declares 0: see train_. A step whose count is 0 on all ranks is left out. ValueError if
+    accum < 1, and on a rank that has no batch at all while others have.
 
-    group_batches reads one step ahead, so the saved state of a loader would be one step too far. To
-    resume, do not use such a state. Make a loader that gives the same batches in the same order,
-    and skip the finished steps: islice(group_batches(...), start, None). It is faster to skip
-    start * accum batches of the loader. But this is right only if all counts are above 0, and if
-    each rank then has a batch left.
-
-    The first next() raises ValueError if accum < 1.
+    group_batches reads one step ahead, so a saved state of the loader would be one step too far. To
+    resume, skip the finished steps of the same batches: islice(group_batches(...), start, None).
     """
 
     def own_steps() -> Iterator[tuple[list[Any], Reader]]:
@@ -391,9 +347,8 @@ def group_batches(
     if accum < 1:
         raise ValueError(f"accum is {accum}; must be at least 1")
     spare: list[Any] = []
-    # pairwise reads one item ahead. So on CUDA, the all-reduce of the counts of step n + 1 is
-    # queued before the forward and backward passes of step n, and the read() of these counts does
-    # not wait for the passes. No step gets lost, because own_steps never ends.
+    # pairwise reads one item ahead, so on CUDA read() does not wait for the passes of the step
+    # before. No step gets lost, because own_steps never ends.
     for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:
@@ -436,8 +391,7 @@ def to_host(values: Tensor) -> Reader:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on `device`. Tuples, lists and dicts can be nested.
 
-    Objects with a method to(), such as a PackedSequence or Hugging Face's BatchEncoding, move
-    themselves. On CUDA, the host waits for that.
+    Other objects with a method to(), such as a PackedSequence, move themselves.
     """
 
     def movable(value: Any) -> bool:
@@ -452,15 +406,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
         # On MPS, a non-blocking copy can read memory that was freed (PyTorch issue 189690).
         return value.to(device, non_blocking=device.type == "cuda")
 
-    # is_leaf, because tree_map would divide a PackedSequence, which is a tuple too.
+    # Without is_leaf, a PackedSequence would be divided, because it is a tuple.
     return tree_map_only(movable, move, batch, is_leaf=movable)
 
 
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
     """Return the factor for the learning rate in a step: linear warm-up, then linear decay.
 
-    step: from 0 to total - 1. The decay would reach `floor` at step == total, if total is more than
-        warmup_steps.
+    step: from 0 to total - 1. The decay would reach `floor` at step == total.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))

@@ -7,8 +7,8 @@ torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torch
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
 python run.py eval --data other.txt             print the checkpoint's exact loss on a text
 
-Read `train` first. It uses the modules ddp_setup, chardata, gpt, loop and ckpt, which do not import
-each other. The files in extras/ are optional.
+Read `train` first. It uses ddp_setup, chardata, gpt, loop and ckpt, which do not import one
+another. The files in extras/ are optional.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 T = TypeVar("T")
-Values = dict[str, Any]  # values by name, for example a checkpoint
+Values = dict[str, Any]  # for example a checkpoint
 
 
 class LazyModule(ModuleType):
-    """Stands for a module, and imports it when it is first used, so --help is fast.
+    """Stands for a module and imports it at its first use, so that --help is fast.
 
     The standard library's LazyLoader cannot load torch in Python 3.12.3.
     """
@@ -57,15 +57,14 @@ class LazyModule(ModuleType):
 
 
 def extra(name: str) -> ModuleType:
-    """Import extras/NAME.py. FileNotFoundError: this file, or a module it imports, is missing."""
+    """Import extras/NAME.py. FileNotFoundError if it or a module that it imports is missing."""
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
         raise FileNotFoundError(f"this needs extras/{name}.py: {error}") from error
 
 
-# `with optional:` leaves out the rest of its block if extra() finds no file. It also hides any
-# other FileNotFoundError in the block.
+# `with optional:` skips the rest of its block at any FileNotFoundError, such as that of extra().
 optional = suppress(FileNotFoundError)
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ OPTIONS = {
     f.name: click.Option(
         **{
             "param_decls": ["--" + f.name.replace("_", "-")],  # --compile has its own
-            # In sample and eval, click would also put the name of the command into this name.
+            # In sample and eval, click would add the name of the command to this name.
             "envvar": f"DDPKIT_{f.name.upper()}",
             **f.metadata,
         }
@@ -208,7 +207,7 @@ PINNED = set(
     "tokenizer vocab val_fraction block_size batch_size seed arch layers heads embd optimizer "
     "init_from eval_tokens".split()
 )
-# These flags are not saved. A resumed run restores all others, unless they are given.
+# Checkpoints do not contain these flags.
 NOT_RESTORED = set(
     "spawn strategy device compile timeout out log_every accum checkpoint "
     "checkpoint_activations".split()
@@ -227,11 +226,8 @@ def train(flags: Flags, given: set[str]) -> int:
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         join_group(flags.device, flags.timeout) as world,
     ):
-        # Only rank 0 prints and writes. But each rank writes its part of a sharded checkpoint.
         rank0 = world.rank == 0
-        # Ranks with different flags would train different runs, so all take those of rank 0. (Each
-        # rank has already used its own --device and --timeout.) From here on, the dtype is not
-        # "auto": a resumed run keeps what rank 0 picks here.
+        # All ranks use the flags of rank 0. A resumed run keeps the dtype that rank 0 picks here.
         values, given = ddp_setup.from_rank_zero(
             lambda: (vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device)}, given), world
         )
@@ -239,9 +235,8 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # wait_together: each rank calls its own function and gets its own result, and all wait for
-        # the slowest. Only rank 0 reads the state to start from; on the others, `state` is {}.
-        # `saved` is the state of rank 0 without its large parts, on all ranks; {} for a new model.
+        # Only rank 0 reads the state to start from. `saved` is this state without its large parts,
+        # on all ranks. It is {} for a new model.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -270,7 +265,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        # The flags, and what becomes known of this run: for config.json and the checkpoints.
+        # The flags, and what becomes known of the run, for config.json and the checkpoints
         resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}
         dtype, config = getattr(torch, flags.dtype), model_config(resolved)
         with optional:  # checks the memory, and sets "peak_tokens_per_s" and, if None, "compile"
@@ -278,7 +273,6 @@ def train(flags: Flags, given: set[str]) -> int:
             resolved |= machine.check_and_describe(world.device, resolved, total, tokens)
 
         # With the seed None, the model has no weights yet: shard_ below computes each rank's part.
-        # `replica` will be a wrapper with the same parameters, or for zero and fsdp the model.
         model = build_model(config, flags.seed if flags.strategy == "ddp" else None)
         model.checkpoint_activations = flags.checkpoint_activations
         if resolved["compile"]:
@@ -288,8 +282,7 @@ def train(flags: Flags, given: set[str]) -> int:
             if world.device.type == "cuda" and flags.accum == 1:
                 with optional:  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
-                    # An example: the only micro-batch of the first step. Most others are as large.
-                    (batch,), _ = next(steps_from(start=0))
+                    (batch,), _ = next(steps_from(start=0))  # as large as most batches
                     resolved["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
             replica = ddp_setup.replicate(model, world)
             with optional:  # to name a slow rank
@@ -299,22 +292,20 @@ def train(flags: Flags, given: set[str]) -> int:
             replica = extra("fsdp").shard_(
                 model, world.size, world.device, [*model.blocks], flags.strategy, weight
             )
-        # fsdp gathers the weights in each micro-batch, so all ranks need the same number of
-        # micro-batches. In training, zero gathers them only once per step.
+        # fsdp gathers the weights in each micro-batch, so all ranks need the same number of them.
         if flags.strategy == "fsdp":
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
             with usage_errors(f"{saved['name']}: "):
-                # Rank 0 sends `state` to the others. The settings of the optimizers, such as the
-                # learning rate, stay those of the flags.
+                # All ranks get the state that rank 0 found. The optimizers keep their settings.
                 storage.restore_(state, replica, optimizers)
             if saved.get("scaler"):  # only after a run in float16
                 scaler.load_state_dict(saved["scaler"])
-        del state  # frees the memory of the checkpoint
+        del state  # frees its memory
 
-        # Until here, nothing is written.
+        # Nothing is written to --out before this line.
         constants = {
             "data": corpus.digest,
             "config": {key: resolved[key] for key in vars(flags) if key not in NOT_RESTORED},
@@ -335,17 +326,14 @@ def train(flags: Flags, given: set[str]) -> int:
                 f"{flags.dtype}, steps {start_step + 1} to {total} (set by {limit}), {where} "
                 f"{flags.out}"
             )
-        # The thread that saves gets one OpenMP thread: see ckpt.py. Without this call,
-        # set_num_threads(1) would also limit the main thread.
-        torch.get_num_threads()
+        torch.get_num_threads()  # Without it, the next line (see ckpt.py) limits this thread too.
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
-        # The latest save of this rank and its deadline. The first one is a call that does nothing.
+        # The latest save of this rank and its deadline. The first save does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
         def wait_for_saves() -> bool:
             """Wait for the saves of all ranks. Return whether all ended in time."""
-            # A rank may wait for --timeout here. If the others waited in any_rank meanwhile, they
-            # would end, because they would have waited too long for this rank.
+            # If the other ranks waited in any_rank for a slow save, they would reach the timeout.
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
@@ -364,13 +352,12 @@ def train(flags: Flags, given: set[str]) -> int:
             scaler=scaler,
             seed=flags.seed,
             stop=stop_requested,
-            sync_each=flags.strategy == "fsdp",  # gradients, after each micro-batch
+            sync_each=flags.strategy == "fsdp",
         )
         targets = chardata.num_tokens(val_plan.tokens) - 1  # all tokens but the first
-        gc.freeze()  # Never collect what exists now. main() disabled garbage collection.
-        gc.enable()
-        # Tokens and time at the last record. The duration of evaluations and saves is added to
-        # logged_at, so that tokens_per_s leaves them out.
+        gc.freeze()  # Never collect what exists now.
+        gc.enable()  # main() disabled it.
+        # tokens_per_s leaves out evaluations and saves: their duration is added to logged_at.
         logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
         try:
             for step, report in training:
@@ -395,12 +382,10 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     append_metrics(storage, flags.out, record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite changes no weight. If such steps
-                # repeat, their checkpoints would be equal, and --keep would delete older ones. But
-                # the last checkpoint is always written, so that no finished step gets lost.
+                # Steps that are not finite change no weight. Their checkpoints would be equal, and
+                # --keep would delete older ones.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If an evaluation or a save follows, float() or isfinite() above has waited for the
-                # device. So the time after paused_at contains no training.
+                # If rank 0 evaluates or saves now, float() or isfinite() has waited for its device.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -427,15 +412,13 @@ def train(flags: Flags, given: set[str]) -> int:
                 logged_at += time.perf_counter() - paused_at
                 if stopped or last:
                     break
-        # Let a save end before the error ends the process.
         except FloatingPointError:  # All ranks raise it together.
-            wait_for_saves()
+            wait_for_saves()  # before the error ends the process
             raise
         except Exception:
-            wait_for_save(*writing)  # Not wait_for_saves, because other ranks may have no error.
+            wait_for_save(*writing)  # not wait_for_saves: other ranks may have no error
             raise
-        # The loop ends only after it has set may_save, which is the same on all ranks.
-        ended = may_save and wait_for_saves()
+        ended = may_save and wait_for_saves()  # may_save is the same on all ranks
         if not ended or ddp_setup.any_rank(bool(writing[0].exception()), world):
             raise click.ClickException(f"the checkpoint of step {step} was not written")
     if rank0 and step < total:
@@ -450,8 +433,7 @@ def train(flags: Flags, given: set[str]) -> int:
 
 def open_storage(out: str, write_sharded: bool = False) -> Any:
     """Return ckpt.py, or an extra with the same functions for URLs and sharded checkpoints."""
-    # The extras call vars(core), so they need the module itself, and not the LazyModule.
-    core = importlib.import_module("ckpt")
+    core = importlib.import_module("ckpt")  # not the LazyModule: the extras call vars(core)
     if "://" in out:
         return extra("remote").storage(core, write_sharded)
     if write_sharded or any(not e.name.endswith(".pt") for e in core.list_checkpoints(out)):
@@ -472,7 +454,7 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
-    # Checkpoints of version 0.1 have no vocabulary size here, and other flag names and defaults.
+    # Version 0.1 had no vocabulary size here, and other flag names and defaults.
     config["vocab"] = state["vocabulary"]["vocab"]
     if "tokens" in config:
         config["tokenizer"] = config.pop("tokens")
@@ -498,7 +480,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
         ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
-        # Two tokenizer.json files are compared later, in extras/tokenizer.py.
+        # extras/tokenizer.py compares two tokenizer.json files later.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
             # A state from --init-from has no step.
@@ -515,7 +497,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
 def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     """Read the data that the flags name, as tokens.
 
-    chars: the characters, or the text of tokenizer.json, in the checkpoint; "" if there is no
+    chars: the characters, or the text of tokenizer.json, in the checkpoint, or "" without a
         checkpoint.
     """
     tokenizer = flags.tokenizer
@@ -542,11 +524,11 @@ def load_data(
     corpus = ddp_setup.wait_together(lambda: read_corpus(flags, given, chars), world)
     digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
     with usage_errors(f"--data {flags.data or '(default text)'}: "):
-        # Only ranks that differ raise this. process_group ends the others too.
+        # Only ranks that differ raise this. process_group ends the others.
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
         kind = saved["vocabulary"]["kind"] if saved else corpus.kind
-        # A corpus of kind "ids" can contain the tokens of a tokenizer.json.
+        # The ids in a token file can come from a tokenizer.json.
         if kind != corpus.kind and {kind, corpus.kind} != {"ids", "tokenizer"}:
             raise ValueError(f"its tokens are of kind {corpus.kind}; the model needs {kind}")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
@@ -570,8 +552,7 @@ def validate(
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
     loss_fn = gpt.loss
     batches = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-    # In an evaluation, both zero and fsdp gather the weights for each batch, so all ranks need the
-    # same number of batches.
+    # Here, zero too gathers the weights for each batch, so all ranks need the same number of them.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, getattr(torch, flags.dtype), stop=stop)
@@ -583,7 +564,7 @@ def model_config(values: Values) -> gpt.Config:
 
 
 def build_model(config: gpt.Config, seed: int | None) -> gpt.GPT:
-    """Build a model. If possible, it uses the cross-entropy of extras/, which saves memory."""
+    """Build a model, if possible with the cross-entropy of extras/, which saves memory."""
     model = gpt.build(config, seed)
     with optional:
         model.cross_entropy = partial(extra("cross_entropy").cross_entropy, model.cross_entropy)
@@ -593,8 +574,8 @@ def build_model(config: gpt.Config, seed: int | None) -> gpt.GPT:
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the flags name.
 
-    one_machine: whether all ranks are on one machine. Only then do they divide the work of Muon.
-    Between machines, this would be slower.
+    one_machine: whether all ranks are on one machine. Only then do they divide the work of Muon,
+        because this is slower between machines.
     """
     groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
     muon: list[torch.optim.Optimizer] = []
@@ -602,7 +583,7 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
         make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
         with optional:  # computes the same updates faster
             make_muon = partial(extra("muon").Muon, distribute=one_machine)
-        # match_rms_adamw scales Muon's updates to the size of AdamW's updates (Liu et al., 2025).
+        # match_rms_adamw scales Muon's updates to the size of AdamW's (Liu et al., 2025).
         matrices = groups.pop("matrices")
         muon = [make_muon(matrices, lr, decay, flags.momentum, adjust_lr_fn="match_rms_adamw")]
         lr *= flags.embedding_lr
@@ -631,8 +612,7 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     """
     step, rejected = saved.get("step", 0), saved.get("rejected", {})
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
-    # A new run must not overwrite files of another program. Only a config.json of this program has
-    # a "val_fraction".
+    # A new run must not overwrite files of another program, which have no "val_fraction".
     if (old or metrics) and '"val_fraction"' not in old and not step:
         raise ValueError("this program did not write its metrics.jsonl or config.json")
     storage.make_folder(out)
@@ -643,8 +623,7 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     for name, reason in rejected.items():
         storage.set_aside(out, name)
         warn(f"{name}: {reason}; set aside, continuing from step {step}")
-    # Keep records up to this step. Each begins with the step and has no other braces. A crash can
-    # have cut off a line.
+    # Keep the records up to this step, but no line that a crash has cut off.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     kept = (line[0] for line in re.finditer(pattern, metrics) if int(line[1]) <= step)
     storage.write_text(out, "metrics.jsonl", "".join(kept))
@@ -684,7 +663,7 @@ def warn(text: str) -> None:
     say(f"Warning: {text}", error=True)
 
 
-warn_once = cache(warn)  # prints each text once
+warn_once = cache(warn)
 
 
 def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
@@ -710,8 +689,8 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]:
     """Enter ddp_setup.process_group. After a mistake of the user, all ranks get the exit code 2.
 
-    The inner usage_errors makes a UsageError, whose exit code process_group gives to all ranks. The
-    outer one is for errors that process_group itself raises.
+    process_group takes this code from the UsageError of the inner usage_errors. The outer one is
+    for the errors of process_group itself.
     """
     with usage_errors(), ddp_setup.process_group(device, timeout) as world, usage_errors():
         yield world
@@ -721,8 +700,7 @@ def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]
 def usage_errors(subject: str = "", advice: str = "") -> Iterator[None]:
     """Raise click.UsageError for errors about values, files and packages: SUBJECT ERROR ADVICE.
 
-    An error that already is a UsageError is not changed. To see the traceback of a ValueError,
-    replace this function's body by `yield`.
+    To see the traceback of a ValueError, replace this function's body by `yield`.
     """
     try:
         yield
@@ -755,8 +733,7 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     if name != (theirs := ddp_setup.from_rank_zero(lambda: name, world)):
         raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
     with usage_errors(f"{state['name']}: "):
-        # With the seed None, no weights are computed.
-        model = build_model(model_config(state["config"]), None)
+        model = build_model(model_config(state["config"]), None)  # computes no weights
         ckpt.check_same(state["model"], model.state_dict())
     model.load_state_dict(state["model"], assign=True)
     return model.to(world.device).eval(), state
@@ -789,7 +766,7 @@ def sample(
         model, state = load_model(out, world)
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
         codec = extra("tokenizer") if kind == "tokenizer" else chardata
-        if prompt is None:  # The first of the sorted characters is nearly always a new line.
+        if prompt is None:  # chars[0] is nearly always a new line.
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
         ids = codec.encode(prompt, kind, chars).tolist()
         if not ids or max(ids) >= vocab:
@@ -797,8 +774,8 @@ def sample(
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
-    # `generated` is lazy: the tokens are computed here, on rank 0, for all texts together. The loop
-    # prints the first text while it grows. tee keeps the tokens of the other texts.
+    # Here, rank 0 computes the tokens of all texts, because `generated` is lazy. The first text is
+    # printed while it grows.
     for row, batches in enumerate(tee(generated, num_samples if world.rank == 0 else 0)):
         if row:
             click.echo("-" * 20)
@@ -827,8 +804,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
     with join_group(device) as world:
         model, state = load_model(out, world)
         config = state["config"]
-        # merge_saved_flags takes the flags from this dict.
-        config["eval_tokens"] = 0  # all
+        config["eval_tokens"] = 0  # 0 means all; merge_saved_flags reads config
         if data is not None:
             config |= {"data": data, "val_fraction": 1.0}
             del state["data"]  # the digest of the run's data
@@ -842,7 +818,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
         perplexity = math.inf if loss > 709 else math.exp(loss)
-        click.echo(  # and not say(): if it cannot be written, the command must fail
+        click.echo(  # not say(), because the command must fail if it cannot write
             f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
             f"perplexity {perplexity:.4f}, over {targets:,} tokens, in {flags.dtype}"
         )
@@ -883,7 +859,7 @@ def cli(**values: Any) -> int:
         return DONE
     given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)
-    # When a rank is lost, torch's C++ code for NCCL would log pages before our error of one line.
+    # When a rank is lost, torch's code for NCCL would log pages before our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     # Block the stop signals until stop_signals() or spawn() can take them.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
@@ -914,9 +890,8 @@ def main() -> None:
         setattr(sys, name, stream)
     warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
     if "OMP_WAIT_POLICY" not in os.environ:
-        # A thread of OpenMP that has no work first waits in a busy loop. The default is 300,000
-        # rounds. Then training is up to seven times slower if another program uses a core, and not
-        # faster if it is alone.
+        # By default, idle OpenMP threads wait so long in a busy loop that training is up to seven
+        # times slower if another program uses a core.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
@@ -936,16 +911,14 @@ def main() -> None:
         say("Error: " + " ".join(error.format_message().split()), error=True)
         code = error.exit_code
     except (OSError, FloatingPointError) as error:
-        # OSError: a rank was lost or killed, or the output of a command cannot be written.
-        # FloatingPointError: the training diverged, or the replicas differ.
+        # A rank was lost, output was not written, the training diverged, or the replicas differ.
         say(f"Error: {error}", error=True)
     except Exception as error:
         text = f"{error!r}\n{traceback.format_exc()}"
         with suppress(Exception):  # no extra, or too little memory to import it
             text = extra("hints").one_line(error) or text
         say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
-    # os._exit ends the process even if a save hangs. But it skips atexit and the flush. (The pool's
-    # threads are not among what atexit waits for.)
+    # os._exit ends the process even if a save hangs, but it skips atexit and the flush.
     atexit._run_exitfuncs()
     with suppress(OSError):
         sys.stdout.flush()

@@ -5,9 +5,8 @@
     graph_(model, (tokens, targets), torch.bfloat16)
     replica = nn.parallel.DistributedDataParallel(model)
 
-The host needs about 10 microseconds to start a kernel. Many kernels of a small model end before the
-host has started the next one, so the GPU waits for the host. A CUDA graph is a recorded sequence of
-kernels, which the host starts with a single call.
+The kernels of a small model end before the host has started the next ones, so the GPU waits. With a
+CUDA graph, the host starts all kernels with a single call. The docstring of graph_ has the limits.
 
 Needs torch 2.9 or newer.
 """
@@ -22,15 +21,13 @@ from torch import Tensor, nn
 def graph_small_(model: nn.Module, examples: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Call graph_ for a GPT on a CUDA device if the GPT is small, and return whether it is.
 
-    model: of gpt.py. Its attribute `config` has the sizes. For each token, it needs about
-        80 * (layers * embd + vocab) bytes, in float32. It counts as small if that is less than a
-        tenth of the GPU's memory, and if it does not recompute activations. This is a rule of
-        thumb: in larger models, most kernels take longer than the host needs to start them, and
-        the graphs keep much memory.
+    model: of gpt.py. It is small if a micro-batch needs less than a tenth of the GPU's memory, and
+        if it does not recompute activations. For larger models, graphs gain little.
     examples: (tokens, targets), both (B, T), on any device. They are copied.
     """
     device, config = next(model.parameters()).device, cast(Any, model.config)
     memory = torch.cuda.get_device_properties(device).total_memory
+    # A float32 model needs about 80 * (layers * embd + vocab) bytes for each token.
     needed = 80 * (config.layers * config.embd + config.vocab) * examples[0].numel()
     small = bool(needed < memory / 10 and not model.checkpoint_activations)
     if small:
@@ -43,36 +40,31 @@ def graph_(
 ) -> None:
     """Record model(*examples) and its backward pass as CUDA graphs, which model.forward replays.
 
-    Call this before DistributedDataParallel wraps the model. DDP then gets all gradients at the end
-    of the backward pass, so it cannot send them during this pass.
+    Call this before DistributedDataParallel wraps the model. DDP then sends gradients only at the
+    end of the backward pass.
 
     model: on the current CUDA device and in training mode. It must return a tensor or nested tuples
-        of tensors, and use all parameters. It must not wait for the device, read the values of
-        tensors, or recompute activations (torch.utils.checkpoint). Delete the losses of earlier
-        forward passes, because recording can fail while they exist. The model runs a few times
-        here, which changes BatchNorm statistics.
-    examples: inputs on the same device. Their values do not matter. Do not use them afterwards.
+        of tensors, and use all parameters. It must not wait for the device or recompute
+        activations. Delete the losses of earlier forward passes, because recording can fail while
+        they exist. Recording changes BatchNorm statistics.
+    examples: inputs on the same device. Do not use them afterwards.
     dtype: the dtype of torch.autocast for the recorded forward pass. float32 switches it off.
 
     A call of the model replays the graphs if the model is in training mode, gradients are enabled,
     the inputs are positional and have the shapes and dtypes of `examples`, and each p.grad is None.
-    (A replay writes each gradient to the same place, so it would overwrite an earlier one.) So only
-    the first micro-batch of a step replays graphs, and zero_grad must set gradients to None, as it
-    does by default. All other calls run without graphs. They need torch.autocast, so call the model
-    under torch.autocast as if there were no graphs. Each replay draws new random numbers.
+    So only the first micro-batch of a step replays graphs. All other calls run without graphs, so
+    call the model under torch.autocast as if there were no graphs.
 
-    After a call that replays graphs, run the backward pass before the next call: the next call
-    overwrites the output. The backward pass of the next replay overwrites the gradients. If you
-    keep one of them longer, keep a clone.
+    After a replay, run the backward pass before the next call, which overwrites the output. The
+    backward pass of the next replay overwrites the gradients. If you keep one of them longer, keep
+    a clone.
 
     Afterwards, parameters may change only in place, and requires_grad must not change. In a replay,
     hooks, train() and eval() of inner modules have no effect. The model cannot be copied or
-    pickled: save its state_dict(). The memory that the passes need stays in use. A warning of torch
-    about streams is switched off in the whole process.
+    pickled: save its state_dict(). The memory that the passes need stays in use.
     """
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
-        # torch adds up gradients on the stream that was used for the recording. The training uses
-        # another stream. torch synchronises the two, but would warn.
+        # The training uses another stream than the recording. torch synchronises them, but warns.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     eager, parameters = model.forward, list(model.parameters())
 
@@ -92,7 +84,7 @@ def graph_(
 
     def forward(*inputs: Any, **options: Any) -> Any:
         fits = shapes_and_dtypes(inputs) == recorded and not options
-        no_gradient = all(p.grad is None for p in parameters)
+        no_gradient = all(p.grad is None for p in parameters)  # A replay overwrites gradients.
         if fits and no_gradient and model.training and torch.is_grad_enabled():
             return replay(*inputs)
         return eager(*inputs, **options)

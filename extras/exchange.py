@@ -1,13 +1,12 @@
-"""Read models of other programs: Hugging Face's GPT-2, nanoGPT, and safetensors files.
+"""Read models of other programs: Hugging Face's GPT-2, nanoGPT, and files of export.py.
 
     found = read("gpt2-theirs", reader.read)
     model = gpt.build(gpt.Config(**found.config), seed=0)
     model.load_state_dict(found.weights)
 
-Needs torch, and safetensors for all formats but nanoGPT's. No file is trusted: config files are
-JSON; weights are safetensors, or the function that the caller passes reads them; sizes are those
-of the weights, not those that a file claims. export.py writes the same formats, with to_gpt2 and
-make_tokenizer from this file.
+All formats but nanoGPT's need the package safetensors. Of Hugging Face's models, only GPT-2 can be
+read, and nothing is downloaded. No file is trusted: code in it is not run, and a model cannot be
+larger than the weights in the file. export.py writes the same formats.
 """
 
 import json
@@ -29,7 +28,7 @@ BLOCK = {  # the modules of a block: our name and GPT-2's
     "up": "mlp.c_fc",
     "down": "mlp.c_proj",
 }
-GPT2 = {  # the values that a config.json may have; other values are of other models
+GPT2 = {  # the values that a config.json may have
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -41,20 +40,20 @@ GPT2 = {  # the values that a config.json may have; other values are of other mo
 
 
 class Model(NamedTuple):
-    """A model in the form in which this file returns it and export.py takes it."""
+    """A model, as this file returns it and export.py takes it."""
 
     config: dict[str, Any]  # arch, vocab, block_size, layers, heads, embd
-    # "kind": "char", "byte", "ids" or "tokenizer". "chars": for "char", id i stands for chars[i];
+    # "kind": "char", "byte", "ids" or "tokenizer". "chars": for "char", the character of each id;
     # for "tokenizer", the text of a tokenizer.json; otherwise ""
     vocabulary: dict[str, Any]
-    weights: dict[str, Tensor]  # float32, named as in gpt.py's state dict
+    weights: dict[str, Tensor]  # named as in gpt.py's state dict; those of GPT-2 are float32
 
 
 def read(path: str, load: Callable[[BinaryIO], Any]) -> Model:
     """Read a Hugging Face folder, a nanoGPT ckpt.pt or its folder, or a .safetensors of export.py.
 
     load: returns what torch.save wrote to an open file, without running code from the file.
-    ValueError or OSError says what is wrong with a file. ImportError names a missing package.
+    ValueError, OSError or ImportError says why a model cannot be read.
     """
     folder = Path(path)
     file = folder / "ckpt.pt" if folder.is_dir() else folder
@@ -81,18 +80,18 @@ def start_state(
 ) -> dict[str, Any]:
     """Return what run.py starts from with --init-from: model, config (flags), vocabulary, name.
 
-    path: the --out folder of another run, or what `read` takes. out: this run's folder.
-    storage: the functions of ckpt.py for `path`. load: see `read`.
+    path: the --out folder of another run, or what `read` takes. out: this run's folder. storage:
+    the functions of ckpt.py for `path`. load: see `read`.
     """
-    if "://" in path:  # and do not print it, because it can contain a password
+    if "://" in path:  # do not print it, because it can contain a password
         raise ValueError("--init-from cannot read a URL; download the model and name its folder")
     if os.path.realpath(path) == os.path.realpath(out):
         raise ValueError(f"--init-from {path} is the folder of --out; choose another --out")
 
     def load_checked(folder: str, entry: Any) -> Model:
-        """Load a checkpoint. ValueError if it could do harm, or is not a model as `read` wants."""
+        """Load a checkpoint. ValueError if it could do harm, or is not a model."""
         file = Path(folder, entry.name)
-        if file.is_file():  # otherwise it is sharded, and extras/sharded.py reads it with `load`
+        if file.is_file():  # otherwise it is sharded, and storage.load does the same check
             with open(file, "rb") as opened:
                 load(opened)
         state = storage.load(folder, entry)
@@ -119,7 +118,7 @@ def start_state(
 
 
 def gpt2_names(layers: int) -> dict[str, str]:
-    """Return our name -> GPT-2's name of each weight but the head, which is the embedding."""
+    """Return {our name: GPT-2's name} of each weight but the head, which is the embedding."""
     modules = {"norm": "ln_f"}
     for i in range(layers):
         modules |= {f"blocks.{i}.{ours}": f"h.{i}.{theirs}" for ours, theirs in BLOCK.items()}
@@ -136,13 +135,13 @@ def to_gpt2(weights: dict[str, Tensor], layers: int, conv1d: bool) -> dict[str, 
 
 
 def _convert(name: str, weight: Tensor, conv1d: bool) -> Tensor:
-    """Return a weight as float32, and transposed if it is the matrix of a Conv1D."""
+    """Return a weight as float32. The matrix of a Conv1D is transposed."""
     transposed = conv1d and ".h." in name and weight.ndim == 2
     return (weight.T if transposed else weight).float().contiguous()
 
 
 def from_gpt2(weights: dict[str, Tensor], heads: Any, conv1d: bool) -> Model:
-    """Return the model of GPT-2's weights. Missing biases are zero; tokens are bare ids."""
+    """Return the model of GPT-2's weights. If all biases are missing, they are zero."""
     theirs = {
         re.sub(r"^(_orig_mod\.)?(transformer\.)?", "transformer.", name): weight
         for name, weight in weights.items()
@@ -177,7 +176,7 @@ def check_model(config: Any, vocabulary: Any, weights: dict[str, Any]) -> Model:
 
 
 def check_weights(weights: dict[str, Any]) -> None:
-    """Raise ValueError with the name of the first value that is not a tensor of finite floats."""
+    """Raise ValueError unless all values are tensors of finite floats."""
     for name, weight in weights.items():
         floats = isinstance(weight, Tensor) and weight.is_floating_point()
         if not floats or not weight.float().isfinite().all():
@@ -187,11 +186,7 @@ def check_weights(weights: dict[str, Any]) -> None:
 def infer_config(
     arch: Any, heads: Any, block_size: Any, weights: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the config of weights under our names.
-
-    ValueError if an argument has a wrong form, or if a model of this config would be larger than
-    its weights: then a small file could take any amount of memory.
-    """
+    """Return the config of weights under our names. ValueError if its model would be larger."""
     if type(arch) is not str:
         raise ValueError(f"arch is {arch!r}; it must be a name")
     for what, value in (("heads", heads), ("block size", block_size)):
@@ -225,14 +220,14 @@ def check_vocabulary(vocabulary: Any, vocab: int) -> dict[str, Any]:
 
 
 def read_hf(folder: Path) -> Model:
-    """Read a GPT-2 that save_pretrained wrote, in one file or in several."""
+    """Read a GPT-2 that save_pretrained wrote, in one or several files."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key, values in GPT2.items():
         if config.get(key, values[0]) not in values:
             raise ValueError(f"{key} is {config[key]!r}; GPT-2 has {values[0]!r}")
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not (folder / names[0]).exists():
-        # Other files can be of another model. Of a name, the last part only: stay in the folder.
+        # Read only listed files, because others can be of another model, and only in this folder.
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({Path(name).name for name in weight_map.values()})
     weights: dict[str, Tensor] = {}
@@ -244,7 +239,7 @@ def read_hf(folder: Path) -> Model:
 
 
 def read_nanogpt(path: Path, load: Callable[[BinaryIO], Any]) -> Model:
-    """Read a ckpt.pt. Its state dict may be of a compiled model and may contain masks."""
+    """Read the ckpt.pt of nanoGPT."""
     with open(path, "rb") as file:
         try:
             state = load(file)
@@ -266,7 +261,7 @@ def read_nanogpt(path: Path, load: Callable[[BinaryIO], Any]) -> Model:
 
 
 def read_safetensors(path: Path) -> Model:
-    """Read a .safetensors of export.py, whose header has the config and the vocabulary."""
+    """Read a .safetensors of export.py, with config and vocabulary in its header."""
     weights, header = load_safetensors(path)
     if "ddpkit" not in header:
         raise ValueError("its header has no config; for a model of Hugging Face name the folder")
@@ -275,7 +270,7 @@ def read_safetensors(path: Path) -> Model:
 
 
 def load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file and the texts in its header."""
+    """Return the tensors of a safetensors file, and the texts in its header."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -291,10 +286,7 @@ def load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def make_tokenizer(kind: str, chars: str) -> Any:
-    """Return the tokenizer.json of a vocabulary of kind "char", "byte" or "tokenizer".
-
-    It has no token for unknown characters: these are an error there, as they are here.
-    """
+    """Return the tokenizer.json of a vocabulary of kind "char", "byte" or "tokenizer"."""
     if kind == "tokenizer":
         return json.loads(chars)
     ids = {char: i for i, char in enumerate(byte_names() if kind == "byte" else chars)}
@@ -304,36 +296,22 @@ def make_tokenizer(kind: str, chars: str) -> Any:
         split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
         decoder = split
     else:
+        # No token has the name [UNK], so unknown characters are an error.
         model = {"type": "WordLevel", "vocab": ids, "unk_token": "[UNK]"}
         split = dict(type="Split", pattern={"Regex": r"[\s\S]"}, behavior="Isolated", invert=False)
         decoder = {"type": "Fuse"}
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": split,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": model,
-    }
+    return dict(version="1.0", added_tokens=[], pre_tokenizer=split, decoder=decoder, model=model)
 
 
 def byte_names() -> str:
-    """Return the characters that stand for the bytes 0 to 255 in GPT-2's tokenizer.
-
-    Printable bytes of Latin-1 stand for themselves; the others are the characters from 256 on.
-    """
+    """Return the characters that stand for the bytes 0 to 255 in GPT-2's tokenizer."""
     others = map(chr, range(256, 512))
     latin = map(chr, range(256))
     return "".join(c if c.isprintable() and c != " " else next(others) for c in latin)
 
 
 def read_vocabulary(path: Path, vocab: int) -> dict[str, Any]:
-    """Return the vocabulary of a tokenizer.json, "ids" if there is none. ValueError if damaged.
-
-    A file of `make_tokenizer`, also if transformers has saved it again, is "char" or "byte"; any
-    other is kept as text.
-    """
+    """Return the vocabulary of a tokenizer.json, "ids" if there is none. ValueError if damaged."""
     try:
         text = path.read_text(encoding="utf-8")
         model = json.loads(text)["model"]
@@ -345,6 +323,7 @@ def read_vocabulary(path: Path, vocab: int) -> dict[str, Any]:
     if isinstance(ids, dict) and len(ids) == vocab:
         in_order = "".join(sorted(ids, key=ids.__getitem__))
         for kind, chars in (("char", in_order), ("byte", "")):
+            # Not ==, because transformers adds items when it saves the file again.
             if make_tokenizer(kind, chars)["model"].items() <= model.items():
                 return {"kind": kind, "chars": chars}
     return {"kind": "tokenizer", "chars": text}

@@ -12,8 +12,9 @@
 
 `train_` and `evaluate` are those of loop.py. A loss function returns (sum, count).
 
-Under FSDP, each forward and backward pass communicates, so all ranks must run the same number of
-them. pad_steps and pad_batches add passes with weight 0 on ranks that have fewer.
+In training with "fsdp" and in evaluations, passes gather parameters, so all ranks must run the same
+number of passes. pad_steps and pad_batches add passes with weight 0 on ranks that have fewer. Use
+their two results together, on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,17 +45,16 @@ def shard_(
 ) -> nn.Module:
     """Move `model` to `device`, divide its parameters over all ranks, and return it.
 
-    All ranks must call this, in a process group of `world_size` ranks. Each rank then holds
-    1 / world_size of the parameters, gradients and optimizer state. All start with the weights and
-    buffers of rank 0. With world_size=1, nothing is divided.
+    All ranks must call this, in a process group of `world_size` ranks. All start with the weights
+    and buffers of rank 0. With world_size=1, nothing is divided.
 
     strategy: "zero" gathers all parameters once per step and keeps them until the last backward
-        pass. It has the traffic and the method `no_sync` of DistributedDataParallel. "fsdp" gathers
-        one part at a time, again in each forward and backward pass. This needs less memory.
-    parts: submodules without common parameters. The rest of the model is one more part. Each part
-        is moved to the device and divided before the next, so the whole model need not fit there.
-    initial_weight: computes the values of a parameter on the device "meta" from its name and shape,
-        when its part is divided. The values must be the same on all ranks.
+        pass. The model gets a method `no_sync`. "fsdp" gathers one part at a time, again in each
+        forward and backward pass. This needs less memory.
+    parts: submodules without common parameters. The rest of the model is one more part. The parts
+        are divided one by one, so the whole model need not fit on the device.
+    initial_weight: computes the values of a parameter on the device "meta" from its name and shape.
+        The values must be the same on all ranks.
     fsdp: more arguments for torch's fully_shard.
     """
     # These imports take half a second.
@@ -136,12 +136,9 @@ def pad_steps(
 ) -> tuple[Iterator[tuple[list[Padded], float]], LossFn]:
     """Add micro-batches to each step, so that all ranks have the same number of them.
 
-    Returns (steps, loss_fn) for loop.train_, which also needs sync_each=True. Use them together.
-    All ranks must iterate over the steps together. Each rank needs at least one micro-batch in each
-    step.
-    steps: see loop.train_.
-    timeout: in seconds. A rank waits for the others up to twice as long. If the default group has
-        gloo, its timeout applies.
+    Returns (steps, loss_fn) for loop.train_ with sync_each=True. Each rank needs at least one
+    micro-batch in each step.
+    timeout: in seconds. A rank waits for the others up to twice as long.
     """
     return _padded_steps(steps, timeout), partial(_padded_loss, loss_fn)
 
@@ -161,9 +158,8 @@ def pad_batches(
 ) -> tuple[Iterator[Padded], LossFn]:
     """Add batches to an evaluation, so that all ranks have the same number of them.
 
-    Returns (batches, loss_fn) for loop.evaluate. Use them together. All ranks must iterate over the
-    batches together. A rank can have no batches. It then gets the first batch of another rank,
-    which must be possible to pickle. The buffers of `model` become those of rank 0.
+    Returns (batches, loss_fn) for loop.evaluate. A rank without batches gets the first batch of
+    another rank, which must be possible to pickle. The buffers of `model` become those of rank 0.
     timeout: see pad_steps.
     """
     return _padded_batches(model, batches, timeout), partial(_padded_loss, loss_fn)
@@ -211,14 +207,11 @@ def _padded_loss(
 
 @contextmanager
 def _cpu_group(timeout: float) -> Iterator[dist.ProcessGroup | None]:
-    """Yield a process group for CPU tensors, or None if no new one is needed.
-
-    All ranks must enter it together.
-    """
+    """Yield a new process group for CPU tensors, or None. All ranks must enter it together."""
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         yield None
         return
-    # twice, as in ddp_setup, so that the line of process_group about a hang comes first
+    # twice, so that process_group of ddp_setup reports a hang first
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
     try:
         yield group
@@ -239,8 +232,8 @@ def _largest(number: int, group: dist.ProcessGroup | None) -> int:
 def compress_(replica: nn.Module) -> None:
     """Let a DistributedDataParallel model send and add up gradients as bfloat16.
 
-    This halves the traffic, and keeps 8 of the 24 significant bits of float32. ValueError for
-    another model, unless there is only one rank.
+    bfloat16 keeps 8 of the 24 significant bits of float32. ValueError for another model, unless
+    there is only one rank.
     """
     if isinstance(replica, nn.parallel.DistributedDataParallel):
         replica.register_comm_hook(None, _bf16_hook)

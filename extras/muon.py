@@ -1,10 +1,9 @@
-"""Muon (Jordan et al., 2024), as torch.optim.Muon computes it, but for many matrices at a time.
+"""Train matrices with Muon (Jordan et al., 2024), as torch.optim.Muon does, but many at a time.
 
     muon = Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw")
     rest = torch.optim.AdamW(embeddings_and_vectors, lr=0.02, fused=True)
 
-If U S V^T is the singular value decomposition of a gradient's momentum, Muon's update is about
-U V^T. A few iterations (Newton-Schulz) orthogonalise the momentum like this:
+Newton-Schulz iterations orthogonalise the momentum x of a gradient:
 
     x -> (a I + b A + c A A) x,  where A = x x^T is the Gram matrix of x
 
@@ -24,18 +23,17 @@ Triple = Sequence[float]  # the coefficients (a, b, c) of an iteration
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with another step. Each can continue from the other's state_dict.
+    """Updates matrices as torch.optim.Muon does. Each can continue from the other's state_dict.
 
     ns_coefficients: (a, b, c) for all ns_steps iterations, or a list of such triples, one per
         iteration. With a list, ns_steps is not used, and torch.optim.Muon cannot continue from the
         state.
-    dtype: of the iterations. Parameters and momentum keep their own dtype.
+    dtype: of the iterations.
     distribute: If true, each rank of the default process group orthogonalises its part of each
-        batch, and gathers the other parts. The gradients must be equal on all ranks, as under
-        DistributedDataParallel, and all ranks must call step together.
+        batch. The gradients must be equal on all ranks, as under DistributedDataParallel.
 
-    Parameters can be DTensors, for example under FSDP2. All ranks must then call step together. The
-    momentum stays divided, but each rank gathers all updates in `dtype`.
+    Parameters can be DTensors, as under FSDP2. Each rank then gathers all updates in `dtype`. With
+    `distribute` or DTensors, all ranks must call step together.
 
     If the attribute `found_inf`, a scalar tensor, is not 0, step changes nothing. loop.py and
     torch.amp.GradScaler set it.
@@ -54,7 +52,7 @@ class Muon(torch.optim.Muon):
         self._step_supports_amp_scaling = True  # step uses grad_scale and found_inf
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep the attributes of Muon for copy and pickle. Optimizer would omit them."""
+        """Keep these attributes for copy and pickle. Optimizer would omit them."""
         names = "dtype", "distribute", "_step_supports_amp_scaling"
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
@@ -119,7 +117,7 @@ def descend_(
     for indices in shapes.values():
         batch = torch.stack([updates[i].to(dtype) for i in indices])
         batch = gather(batch, params[indices[0]])
-        if several:  # This sends the results during the computation of the next shape.
+        if several:  # sends results during the computation of the next shape
             results.append(on_all_ranks(orthogonalize, batch))
         else:
             results.append((orthogonalize(batch), lambda: None))

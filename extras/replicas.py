@@ -2,12 +2,9 @@
 
     verify_replicas(model, [optimizer])  # before each save, on all ranks
 
-Under DistributedDataParallel, all ranks compute the same updates, so they always have bitwise equal
-parameters and optimizer states. Nothing checks this: if a processor or a memory computes one wrong
-bit on one rank, the ranks drift apart without a message, and a wrong model is saved. A wrong
-gradient is not found, because the all-reduce spreads it to all ranks, which stay equal.
-
-Needs torch.
+Under DistributedDataParallel, all ranks have bitwise equal parameters and optimizer states. If a
+processor or a memory makes an error on one rank, the ranks drift apart without a message. A wrong
+gradient is not found, because the all-reduce spreads it to all ranks.
 """
 
 from collections import Counter
@@ -27,12 +24,11 @@ def verify_replicas(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise FloatingPointError on all ranks if their parameters or optimizer states differ.
 
     All ranks must call this function between two optimizer steps. The message names the ranks that
-    differ from the majority. If there is no majority, as with two ranks, it says so. Buffers are
-    not compared: BatchNorm's statistics differ between ranks by design. Each rank sends 8 bytes and
-    reads its state once; on CUDA the host waits for the device. Without a process group of several
-    ranks, and with FSDP2, where each rank has its own part, this function does nothing.
+    differ from the majority, if there is one. Buffers are not compared: BatchNorm's statistics
+    differ between ranks by design. On CUDA, the host waits for the device. Without a process group
+    of several ranks, and with FSDP2, this function does nothing.
 
-    Ranks on different kinds of processors may round differently, and then they do differ.
+    Ranks on different kinds of processors may round differently, which also raises the error.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -71,9 +67,8 @@ def fingerprint(tensors: Iterator[Tensor]) -> Tensor:
     """Return an int64 scalar, on the first tensor's device, that changes if any one bit changes.
 
     It is the sum of the bit patterns of all elements, modulo 2^64. The sum of the i-th tensor is
-    multiplied by the odd number 2 * i + 1, so that exchanged tensors are found too. One changed bit
-    changes a sum by a power of two below 2^64, and the product with an odd number is not zero. Two
-    changes within a tensor remain unnoticed only if their sum is zero.
+    multiplied by 2 * i + 1, so that exchanged tensors are found too. An odd factor never turns a
+    change by a power of two into zero.
     """
     real = (torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors)
     sums = [t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in real]

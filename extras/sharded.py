@@ -1,19 +1,18 @@
 """Save and load a checkpoint of which each rank writes and reads its own shards.
 
-    files = storage(ckpt, reader.read, write_sharded=True)      # every rank; ckpt: the module
+    files = storage(ckpt, reader.read, write_sharded=True)      # ckpt: the module
     files.make_folder("out")
-    files.check_shared_folder("out")                            # every rank
-    state = files.snapshot(model, optimizers, step=400)         # every rank
-    files.save("out", state, 400, loss, keep)                   # every rank, also in a thread
+    files.check_shared_folder("out")
+    state = files.snapshot(model, optimizers, step=400)
+    files.save("out", state, 400, loss, keep)                   # can run in a thread
 
     found = files.newest("out")[0] if rank == 0 else None
-    files.restore_(found.state if found else {}, model, optimizers)     # every rank
+    files.restore_(found.state if found else {}, model, optimizers)
 
-The checkpoint is a folder with one file of torch.distributed.checkpoint (DCP) per rank, and
-manifest.json, which has the SHA-256 of the files, the places of the shards and the rest of the
-state. The folder gets its name, with the digest of the manifest, when everything in it is durable.
-There is no .metadata, because that is a pickle, which can run code. So other programs cannot open
-the folder with DCP.
+Every rank must run these lines, and all must share the folder "out". Tensors may be sharded along
+their first dimension only. The checkpoint is a folder with one file of torch.distributed.checkpoint
+(DCP) per rank, and manifest.json, which has the SHA-256 of the files, the places of the shards and
+the rest of the state. DCP cannot open it: .metadata is missing, since a pickle can run code.
 """
 
 import io
@@ -51,12 +50,11 @@ STORAGE_TIMEOUT = timedelta(hours=1)  # for the slowest disk
 
 
 def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespace:
-    """Return the functions of the module ckpt.py, for a folder that can have sharded checkpoints.
+    """Return the functions of ckpt.py, for a folder that can have sharded checkpoints.
 
-    read: that of extras/reader.py, which is safe for files of other people. Call `save` in a thread
-    if it can take longer than the timeout of process_group.
-    write_sharded: every rank must then call this, `snapshot` and `save`. `load` and `newest` verify
-        a sharded checkpoint, but give tensors on the device "meta". `restore_` reads the values.
+    write_sharded: every rank must then call this, `snapshot`, `save` and `restore_`. `load` and
+    `newest` give tensors on the device "meta", and `restore_` reads the values. Call `save` in a
+    thread if it can take longer than the timeout of process_group.
     """
     save_one = ckpt.save
     load_any = partial(load, ckpt, None if write_sharded else read)
@@ -77,7 +75,7 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
         folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
     ) -> Any:
         entry = save_one(folder, state, step, loss)
-        if entry:  # with shards, only rank 0 has the entry
+        if entry:  # with shards, on rank 0 only
             for other in ckpt.list_checkpoints(folder):
                 if other.step == step and other != entry:
                     remove(ckpt, folder, other.name)
@@ -121,7 +119,7 @@ def remove(ckpt: ModuleType, folder: str, name: str) -> None:
 
 
 def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
-    """Delete the superseded checkpoints, as ckpt.prune does."""
+    """Delete superseded checkpoints, as ckpt.prune does."""
     for entry in ckpt.superseded(ckpt.list_checkpoints(folder), keep):
         remove(ckpt, folder, entry.name)
 
@@ -141,7 +139,7 @@ def _state_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return {"model.NAME": tensor, "optimizers.INDEX.NAME.MOMENT": tensor}, {name: first name}.
 
-    The tensors are not copied. A tied weight has several names in the model, but is returned once.
+    The tensors are not copied. A tied weight is returned once, under its first name.
     """
     parameters = ckpt.parameter_names(model, optimizers)
     state = model.state_dict(keep_vars=True)  # a tied weight is the same object under each name
@@ -164,16 +162,11 @@ def _state_tensors(
 def snapshot(ckpt: ModuleType, model: nn.Module, optimizers: Optimizers, **more: Any) -> State:
     """Return, for `write`, a copy on the CPU of what this rank writes. Every rank must call this.
 
-    Rank 0 writes all buffers, because they can differ between ranks.
-    more: ValueError unless JSON keeps it as it is: dicts with text as keys, lists, text, numbers
-    (but not NaN), bool and None.
+    Buffers are those of rank 0. ValueError for extra state of a module, optimizer state that is not
+    a tensor, and values of `more` that JSON changes, such as tuples, NaN and keys that are numbers.
     """
     for name, value in more.items():
-        try:
-            is_kept = json.loads(json.dumps(value)) == value
-        except TypeError:  # for example, of a tensor
-            is_kept = False
-        if not is_kept:
+        if json.loads(json.dumps(value, default=repr, skipkeys=True)) != value:
             raise ValueError(f"JSON cannot represent {name}; a sharded checkpoint cannot have it")
     model = ckpt.unwrap(model)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -193,9 +186,8 @@ def write(
 ) -> Any:
     """Write a snapshot as a checkpoint. Every rank must call this. Rank 0 gets the entry.
 
-    It can run in a thread during training. Afterwards, the checkpoint is complete and durable, or
-    absent (after a crash, a temporary folder can be left, which lock() deletes). If a rank fails,
-    rank 0 raises OSError, or ValueError, for example because of NaN.
+    Afterwards, the checkpoint is complete and durable, or absent. If a rank fails, rank 0 alone
+    raises OSError or ValueError.
     """
     temporary = Path(folder, f"{ckpt.TEMPORARY}{step}")
     first = dist.get_rank() == 0
@@ -220,10 +212,10 @@ def write(
 def _on_all_ranks(
     group: Group | None, function: Callable[[], Any], finish: Callable[[list[Any]], Any] = len
 ) -> None:
-    """Call function() on every rank, then finish(what all ranks returned) on rank 0.
+    """Call function() on every rank, then finish(list of the results) on rank 0.
 
-    By default, nothing happens with what they returned. Every rank must call this. If a rank fails,
-    all ranks raise its error as OSError or ValueError.
+    Every rank must call this. If a rank fails, all raise its error as OSError or ValueError. The
+    default `finish` has no effect.
     """
     try:
         _DistWrapper(group, dist.is_initialized(), 0).all_reduce("", function, finish)
@@ -244,7 +236,7 @@ def _write_shards(ckpt: ModuleType, path: Path, tensors: dict[str, Tensor]) -> s
     for item in plan.items:
         tensor = torch.as_tensor(planner.resolve_data(item))
         if item.index.fqn.startswith("model.") and tensor.isnan().any():
-            raise ValueError(f"{item.index.fqn} contains NaN")  # `load` would refuse it
+            raise ValueError(f"{item.index.fqn} contains NaN")  # `_read_values_` would refuse it
     try:
         results = dcp.FileSystemWriter(path, per_thread_copy_ahead=0).write_data(plan, planner)
     except RuntimeError as error:  # torch hides an OSError
@@ -283,7 +275,7 @@ def _write_manifest(ckpt: ModuleType, path: Path, manifest: State, parts: list[s
     for _, _, shards in tensors.values():
         shards.sort()
     manifest = manifest | {"files": files, "tensors": tensors}
-    _outline(manifest)  # raises ValueError if `read_manifest` would
+    _outline(manifest)  # raises an error if `read_manifest` would
     ckpt.write_text(path, MANIFEST, json.dumps(manifest, default=float))
 
 
@@ -291,10 +283,7 @@ def _write_manifest(ckpt: ModuleType, path: Path, manifest: State, parts: list[s
 
 
 def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor]]:
-    """Return the manifest, and the tensors that it lists, on the device "meta".
-
-    ValueError if `write` cannot have written the manifest.
-    """
+    """Return the manifest, and its tensors on the device "meta". ValueError if it is damaged."""
     file = path / MANIFEST
     if not file.is_file():  # opening a pipe might never end
         raise ValueError(f"damaged: there is no file {file}; all ranks must share the folder")
@@ -313,8 +302,8 @@ def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor
 def _outline(manifest: State) -> dict[str, Tensor]:
     """Return the tensors of a manifest on the device "meta".
 
-    ValueError, or any other error, unless the shards of each tensor are inside the files of the
-    folder, are as large as the tensor, and have each of its rows once, in order.
+    Raise an error of any type unless the shards of each tensor are inside the files, are not
+    smaller than the tensor, and have each of its rows once, in order.
     """
     outline = {}
     for name, (size, _) in manifest["files"].items():
@@ -352,10 +341,7 @@ def _build_state(manifest: State, tensors: dict[str, Tensor]) -> State:
 
 
 def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
-    """Read and verify a checkpoint, as ckpt.load does. ValueError if it is damaged.
-
-    If `read` is None, the tensors of a sharded checkpoint are on the device "meta".
-    """
+    """Read a checkpoint. ValueError if it is damaged. If `read` is None, only verify its shards."""
     if entry.name.endswith(".pt"):
         return dict(ckpt.load(folder, entry))
     path = Path(folder, entry.name)
@@ -376,10 +362,10 @@ def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
 def _read_values_(
     tensors: dict[str, Tensor], read: Read, path: Path, manifest: State, saved: dict[str, Tensor]
 ) -> None:
-    """Read the values of `tensors`; of a DTensor, the part of this rank. DCP plans what is needed.
+    """Read the values of `tensors`; of a DTensor, the part of this rank.
 
-    manifest, saved: what `read_manifest` returned. ValueError unless each shard is as the manifest
-    says, and the model has no NaN.
+    manifest, saved: what `read_manifest` returned. ValueError if a shard is not as the manifest
+    says, or if the model has NaN.
     """
     metadata = State()
     for name, (_, _, shards) in manifest["tensors"].items():
@@ -414,8 +400,8 @@ def restore_(
     """Put the state that `load` returned on rank 0 into a model and optimizers.
 
     Every rank must call this. Any number of ranks with any strategy may have written the
-    checkpoint. The optimizers keep their settings. ValueError on all ranks if the checkpoint does
-    not fit; ValueError or OSError on all ranks if one of them cannot read it.
+    checkpoint. The optimizers keep their settings. If the checkpoint does not fit, or if a rank
+    cannot read it, all ranks raise ValueError or OSError, and the model can be partly changed.
     """
     paths = [state.get("sharded_path")]
     if dist.is_initialized():

@@ -5,8 +5,9 @@
     ids = encode("The ", "tokenizer", tokenizer_json)
     for text in decode(ids, "tokenizer", tokenizer_json): print(text, end="")
 
-encode and decode take the same arguments as those of chardata.py; they do not use `kind`. Needs
-numpy, filelock (which torch needs too) and tokenizers.
+encode and decode have the arguments of those in chardata.py, and do not use `kind`. encode_files
+cuts the text, so with some tokenizers its ids can differ from those of the whole text. Needs numpy,
+filelock and tokenizers.
 """
 
 import codecs
@@ -30,10 +31,8 @@ try:
 except ImportError as error:
     raise ImportError("pip install tokenizers to use a tokenizer.json") from error
 
-PIECE, BATCH = (
-    1 << 16,
-    32,
-)  # bytes of text that are encoded at once, and how many such pieces in parallel
+# Bytes of text in a piece, and the number of pieces that are encoded in parallel
+PIECE, BATCH = 1 << 16, 32
 LONG = 1 << 25  # bytes of text that take some seconds
 CUTS = [re.compile(rf"(?s).*{place}") for place in (r"[^\W\d_](?= [^\W\d_])", r"\S\n(?=\S)")]
 
@@ -49,10 +48,7 @@ def load(tokenizer_json: str) -> Tokenizer:
 
 @contextmanager
 def _value_errors(what: str) -> Iterator[None]:
-    """Raise ValueError in place of the errors of the package, which raises nothing more specific.
-
-    PanicException, which is no Exception, is raised if its code in Rust has failed.
-    """
+    """Raise ValueError in place of the package's errors. Its PanicException is no Exception."""
     try:
         yield
     except BaseException as error:
@@ -76,8 +72,8 @@ def encode(text: str, kind: str, tokenizer_json: str) -> np.ndarray:
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each text. The package computes them in parallel."""
-    with _value_errors("the tokenizer cannot encode the text"):  # no token for unknown text, ...
+    """Return the ids of each text, computed in parallel."""
+    with _value_errors("the tokenizer cannot encode the text"):
         found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [encoding.ids for encoding in found]
 
@@ -90,12 +86,12 @@ def read_corpus(
 ) -> Any:
     """Return a chardata.Corpus of kind "tokenizer". Text files are encoded; .bin and .npy hold ids.
 
-    chardata: the module chardata.py. files: [] means its default text. path: a tokenizer.json.
-    tokenizer_json: the text of the one in a checkpoint, or "". It is used then, and `path` may be
-    "" or a file that is gone. ValueError if the file is another tokenizer. vocab: a number above
-    every id; None means size() rounded up to a multiple of 64.
+    chardata: the module. files: [] means its default text. path: a tokenizer.json. tokenizer_json:
+    the text of the one in a checkpoint, or "". It is used then, and `path` may be "" or a file that
+    is gone. ValueError if the file is another tokenizer. vocab: a number above every id. None means
+    size() rounded up to a multiple of 64.
     """
-    if "://" in path:  # and do not print it, because it can contain a password
+    if "://" in path:  # Do not print it: it can contain a password.
         raise ValueError("--tokenizer cannot read a URL; download the file and name its path")
     exists = os.path.exists(path)
     if not exists and not tokenizer_json:
@@ -142,19 +138,18 @@ def encode_files(
 ) -> str:
     """Return the path of a .npy with the ids of text files, one file after the other.
 
-    The .npy is in the folder `cache`, under a name that depends on the tokenizer and on the paths,
-    sizes and times (mtime and ctime) of the files. The first process that needs it makes it, on all
-    cores and in memory that does not depend on the size of the files; other processes wait for it.
-    It is complete or absent. Its dtype is uint16 if the ids fit, else uint32. default: makes the
-    text if there are no files.
+    The .npy is in the folder `cache`, complete or absent. It is made again if the tokenizer or the
+    path, size or time of a file changes. The first process that needs it makes it, and the others
+    wait. Its dtype is uint16 if the ids fit, else uint32. default: makes the text if there are no
+    files.
 
     The text is encoded in pieces of about 64 KiB that begin at a space between two letters. The
     pre-tokenizers of GPT-2, GPT-4 and Llama 3 split there, so the ids are those of the whole text.
-    (That of Llama 2 adds a space at the beginning of a text, so here of each piece.) If there is no
-    such place, a piece ends after a line or anywhere, where the ids can differ.
+    (That of Llama 2 adds a space at the beginning of each piece.) If there is no such place, a
+    piece ends after a line or anywhere, where the ids can differ.
 
-    UnicodeError names a byte that is not UTF-8. ValueError if there is no text, or if the tokenizer
-    cannot encode it. OSError if the cache cannot be written.
+    UnicodeError if a byte is not UTF-8. ValueError if there is no text, or if the tokenizer cannot
+    encode it. OSError if the cache cannot be written.
     """
     texts: list[np.ndarray] = [np.memmap(f, np.uint8, "r") for f in files if os.path.getsize(f)]
     made = "" if files else default()
@@ -163,13 +158,12 @@ def encode_files(
     if not texts:
         raise ValueError(f"{', '.join(files) or 'the text'}: is empty")
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
-    # ctime, because programs such as tar can set any mtime
+    # ctime, because tar can set any mtime
     version = [(file, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
     key = hashlib.sha256(f"{version}\n{made}\n{tokenizer_json}".encode())
     path = os.path.join(cache, key.hexdigest()[:32], "tokens.npy")
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        # the system releases the lock of a process that dies, so nobody waits for it
         with FileLock(os.path.join(os.path.dirname(path), ".lock")):
             if not os.path.exists(path):
                 _make(path, load(tokenizer_json), texts)
@@ -206,7 +200,7 @@ def _write(file: BinaryIO, ids: Iterable[Sequence[int]], dtype: np.dtype) -> Non
 
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[np.ndarray]) -> Iterator[list[int]]:
-    """Yield the ids of all texts, piece by piece. Report the progress of a long text on stderr."""
+    """Yield the ids of each piece of the texts. Report the progress of long texts on stderr."""
     pieces = (piece for text in texts for piece in cut(text))
     total, done = sum(map(len, texts)), 0
     start = reported = time.monotonic()
@@ -251,7 +245,7 @@ def decode(ids: Iterable[int], kind: str, tokenizer_json: str) -> Iterator[str]:
     """
     tokenizer, before, held = load(tokenizer_json), list[int](), list[int]()
 
-    def text() -> str:  # the text of an id can depend on whether an id is before it
+    def text() -> str:  # The text of an id can depend on the ids before it.
         known, longer = (
             tokenizer.decode(x, skip_special_tokens=False) for x in (before, before + held)
         )
@@ -261,6 +255,6 @@ def decode(ids: Iterable[int], kind: str, tokenizer_json: str) -> Iterator[str]:
         held.append(i)
         if not text().endswith("\ufffd") or len(held) > 16:  # 16: the character is invalid
             yield text()
-            # not a part of it, because ByteFallback decodes neighbouring bytes together
+            # not a part of `held`, because ByteFallback decodes neighbouring bytes together
             before, held = held, []
     yield text()

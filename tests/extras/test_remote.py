@@ -182,7 +182,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_reported(files, ur
         remote._remove(url, new.name)  # another process prunes
         return files.load(folder, entry)
 
-    found, rejected = files.newest(url, load)
+    found, rejected = files.newest(url, load=load)
     assert found.entry.step == 10 and rejected == {}
 
 
