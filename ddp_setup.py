@@ -10,9 +10,8 @@
                 break
 
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
-the processes that `spawn` starts. A rank is one of the processes that train together. If a rank
-fails, the others fail too, most often because they lose their connection to it. As a rule, only one
-of them prints an error. To agree which one, they use a key-value store that all ranks share.
+the processes that `spawn` starts. If a rank fails, all ranks end, and one of them reports the
+cause.
 """
 
 import functools
@@ -36,9 +35,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# The id of the parent process, for _die_with_parent. It is read here, because the parent can end
-# during the slow import of torch. The key is the id of this process: a forked child inherits this
-# dict, but has another parent.
+# The id of the parent process, for _die_with_parent. It is read before the slow import of torch,
+# during which the parent can end. A forked child has another parent, and does not find its own id.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
@@ -47,9 +45,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
-# The message of _watch_ranks leaves out lines of files whose names begin with one of these: this
-# file, "<" (code without a file, such as Python's import system and the command with which
-# multiprocessing starts Python), the standard library, and the folder of torch and other packages.
+# _program_lines leaves out files whose names begin with one of these. "<" is code without a file.
 LIBRARIES = __file__, "<", *map(os.path.dirname, (os.__file__, *torch.__path__))
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
@@ -82,7 +78,6 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
                 "start with torchrun, or set torchrun's variables as extras/slurm.py does"
             )
         return World(0, 0, 1, 1)
-    # five numbers, then the address
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR"
     found = {name: env.get(name, "") for name in names.split()}
     *numbers, address = found.values()
@@ -100,53 +95,36 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
 def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Join the process group of all ranks for the duration of the `with` block.
 
-    All ranks must call this function. If there is only one rank, no process group is made: this
-    rank can use the functions of this file, but not torch.distributed.
+    All ranks must call this function. A single rank gets no process group: it can use the functions
+    of this file, but not torch.distributed.
 
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
-        of a machine gets GPU i. On a CPU, process_group divides the CPUs of a machine among its
-        ranks: it sets torch's number of threads, unless the machine has only one rank and
-        OMP_NUM_THREADS is set. The backend is NCCL for CUDA, else gloo.
-    timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends with exit
-        code 1, without an exception. One such rank prints the current program lines of
-        every rank. Use wait_together for work that may take longer. If the network is down, a rank
-        can wait for twice the timeout. The timeout does not apply to torch.distributed.new_group,
-        recv and monitored_barrier.
+        of a machine gets GPU i. On a CPU, several ranks of a machine share its CPUs equally. The
+        backend is NCCL for CUDA, else gloo.
+    timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends, and one
+        such rank prints the current program lines of every rank. Use wait_together for work that
+        may take longer. The timeout does not apply to torch.distributed.new_group and
+        monitored_barrier, and it is twice as long for recv.
 
-    ValueError if the launch variables are wrong. ConnectionError if the ranks cannot connect within
-    about the timeout, or twice the timeout if something at the address does not answer. Every rank
-    with such an error raises it.
+    ValueError on each rank whose launch variables are wrong. ConnectionError on each rank that
+    cannot connect to the others in time.
 
-    If a rank is killed, if its device is not available (ValueError), or if an exception (a subclass
-    of Exception) leaves the block, all ranks that still use the group end. One rank reports the
-    cause:
-    - If a rank was killed or lost, one of the others (unless torchrun ends them first) raises
-      ConnectionError, which names the ranks that did not answer. Under spawn, if the exit code of
-      the lost rank is not 0, the parent process reports it instead. If the store is lost too,
-      each rank that got an exception from torch.distributed raises ConnectionError. The parent
-      process of spawn or torchrun's agent holds the store; with other launchers, rank 0 does.
-    - If no rank was lost, but all failed in torch.distributed, one raises torch's own exception.
+    If a rank is killed, if its device is not available (ValueError), or if an exception leaves the
+    block, all ranks that still use the group end. One of them reports the cause (several, if the
+    machine of rank 0 is lost):
+    - If a rank was killed or lost, one of the others raises ConnectionError, which names the lost
+      rank, unless torchrun or the parent process of spawn does.
     - Otherwise, the rank that failed first raises its own exception.
-    Every other rank that gets an exception raises SystemExit in its place, for which Python prints
-    nothing. The exit code is the attribute `exit_code` of the replaced exception, else 1. The rank
-    that reports the cause keeps its exception. If nobody catches it, Python prints it and ends with
-    1; only a process that spawn has started ends with the attribute `exit_code`, else 1.
+    Every other rank raises SystemExit in place of its exception. The exit code is the attribute
+    `exit_code` of the replaced exception, else 1. Under spawn, this holds for the reported
+    exception too.
 
-    Some ranks get no exception, and end with exit code 1:
-    - a rank that has waited for the timeout;
-    - after another rank has reported an error, a rank that starts no collective for about the
-      timeout;
-    - with NCCL, a rank that waits in a collective or in init_process_group when another rank
-      reports an error or the store is lost. It ends within 3/20 of the timeout (see _watch_ranks).
-      torch can also end it with SIGABRT.
+    Some ranks end with exit code 1 or torch's SIGABRT, without an exception: those that have waited
+    for the timeout and, after another rank has reported an error, those that wait for NCCL or start
+    no collective for about the timeout.
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt counts as lost for ranks that
-    still use the group. With sys.exit() and sys.exit(0), it first leaves the group cleanly, as at
-    the end of the block. With another exit code, and with KeyboardInterrupt, it does not.
-
-    After a block that ended cleanly, a program can call process_group again. The current GPU,
-    torch's number of threads, and the environment variables GLOO_SOCKET_IFNAME and
-    TORCH_FR_BUFFER_SIZE stay as they were set here.
+    still use the group. After a block that ended cleanly, a program can call process_group again.
     """
     world = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
@@ -157,15 +135,14 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     if world.local_size == world.size and sys.platform == "linux":
         # Let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Switch on torch's flight recorder, which _watch_ranks reads (500 collectives in 0.02 s).
+    # Switch on torch's flight recorder, which _watch_ranks reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")
     store = _connect_to_store(world, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
     main, clean = threading.get_ident(), False
     joined, block_ended = threading.Event(), threading.Event()
     try:
-        # Each group needs its own keys. Each rank counts its groups, and all ranks make the same
+        # Each group needs its own keys, which _wait_for_ranks uses too. All ranks make the same
         # groups, so they get the same number.
-        # _wait_for_ranks uses these keys too.
         number = store.add(f"groups of {world.rank}", 1)
         store = dist.PrefixStore(f"group {number}", store)
         world = _select_device(device, world)
@@ -194,9 +171,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         finally:
             block_ended.set()
             if clean:
-                # The watcher must not read a destroyed group. Usually it ends at once. If it still
-                # runs after 6 seconds, it waits for a store that does not answer. Should the store
-                # answer later, the watcher sees block_ended before it would read the group.
+                # The watcher must not read a destroyed group. It ends soon, if the store answers.
                 futures.wait([watcher], 6)
                 if dist.is_initialized():  # The program can have destroyed it.
                     dist.destroy_process_group()
@@ -205,9 +180,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         _choose_reporter(error, world, store)
         raise
     finally:
-        # After the last collective, a thread of gloo still needs the GIL, which sleep releases. If
-        # Python shuts down before that thread has ended, the process aborts. This is a bug of torch
-        # 2.13: see github.com/pytorch/pytorch/pull/179291.
+        # A thread of gloo still needs the GIL. Without this pause, Python can abort when it ends
+        # (torch 2.13, github.com/pytorch/pytorch/pull/179291).
         time.sleep(0.1)
 
 
@@ -234,8 +208,8 @@ def _select_device(name: str, world: World) -> World:
 def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     """Return how many CPUs this process may use, at least 1.
 
-    This is the number in its CPU affinity, or the CPU quota of the container if that is lower. A
-    quota of version 1 of cgroups is not read.
+    This is the number in its CPU affinity, or the quota of its container (cgroups version 2) if
+    that is lower.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Without a quota, there is no file, or it contains "max".
@@ -249,23 +223,17 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
     """Connect to the store, a TCPStore of torch that all ranks share.
 
-    address: for the message of an error, and because another address needs another connection.
-
-    The cache keeps the connection. Otherwise rank 0 could close the store after a process group,
-    while another rank has already connected for the next one.
+    `address` is for error messages and the cache: torch reads it from the environment. Without the
+    cache, rank 0 could close the store while another rank connects for the next process group.
     """
 
     def connect() -> dist.Store:
-        # rendezvous reads the address from the environment itself.
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        # torchrun keeps all keys of its store when it restarts the ranks. So each start needs its
-        # own prefix.
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         return dist.PrefixStore(_agree_on_run_id(store, world) if restarts else "0", store)
 
     try:
-        # In a thread, so that the main thread can handle signals. If another program listens at
-        # the address and does not answer, torch waits for ever.
+        # In a thread, because torch can wait for ever, and the main thread must handle signals.
         return _in_thread(connect).result(2 * timeout + 6)
     except (dist.DistError, TimeoutError) as error:
         raise ConnectionError(
@@ -277,11 +245,9 @@ def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
 def _agree_on_run_id(store: dist.Store, world: World) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
-    Each rank makes a random word. The word of rank 0 is the id. Each other rank has a queue in the
-    store. It puts its word into the queue, waits for the reply, which is the id, and then puts the
-    id into the queue. A queue can begin with messages from before a restart. So rank 0 replies to
-    each message until it reads the id: then this rank has it. Only a store with libuv has queues.
-    That is torch's default on Linux and macOS.
+    The id is a random word of rank 0. torchrun's store keeps messages from before a restart, so
+    each other rank sends a new random word, waits for the reply to this word, and sends the id
+    back. Queues need a store with libuv, torch's default on Linux and macOS.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """
@@ -304,7 +270,7 @@ def _agree_on_run_id(store: dist.Store, world: World) -> str:
 
 def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
     """Return normally if the caller must raise `error`. Otherwise, raise its replacement."""
-    # torch.distributed raises DistError. gloo raises a bare RuntimeError with one of these texts.
+    # gloo raises a bare RuntimeError with one of these texts in place of DistError.
     texts = "/gloo/|Application timeout caused pair closure"
     from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
     consequence = from_gloo or isinstance(error, dist.DistError)
@@ -325,10 +291,8 @@ def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
         # If the network is down, a request to the store never returns.
         missing = _in_thread(claim_report).result(6)
     except (dist.DistError, TimeoutError):
-        # The store is lost, usually with the machine of rank 0: spawn, torchrun's agent or rank 0
-        # itself held the store there.
+        # The store is lost, most likely with the machine of rank 0.
         missing = ["0"]
-    # If all ranks have an error, none was lost, and the caller raises `error`.
     if consequence and missing:
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
         raise ConnectionError(f"no answer from rank {' or '.join(missing)} ({how})") from error
@@ -345,20 +309,18 @@ def _watch_ranks(
 ) -> None:
     """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
 
-    This runs in a thread of each rank. When it ends the process, the thread `main`, which called
-    process_group, is usually blocked in a collective, so no exception can be raised there.
+    This runs in a thread of each rank, because no exception can be raised in the thread `main`,
+    which called process_group, while it is blocked in a collective.
 
-    All ranks share a counter in the store, as a clock. An interval is 1/20 of the timeout. In each
-    interval, each rank adds 1 to the counter, and stores the new count together with the line of
-    its program. If a rank no longer answers, its stored count becomes older than those of others.
+    In each interval of 1/20 of the timeout, each rank adds 1 to a counter in the store, and stores
+    the new count with its program lines. A rank with an old count no longer answers.
 
-    A rank is stuck in an interval if it waits, and no collective has started or ended since the
-    last interval. After a rank has reported an error, all others count as waiting.
+    A rank is stuck in an interval in which no collective starts or ends, if it waits or another
+    rank has reported an error. It ends after 20 such intervals in a row. If no rank has reported an
+    error, the first rank to end prints where each rank is.
 
-    A rank ends after it was stuck in 20 intervals in a row. If no rank has reported an error, the
-    first one prints where each rank is. gloo notices that another rank has failed, but NCCL does
-    not. So if a rank has reported an error, or the store is lost, a rank that waits for NCCL ends
-    after it was stuck in 2 intervals in a row.
+    NCCL does not notice that another rank has failed. So a rank that waits for NCCL ends after 2
+    such intervals, if a rank has reported an error or the store is lost.
     """
     numbers: Any = None
     count = 0
@@ -368,8 +330,7 @@ def _watch_ranks(
         numbers, waiting = _inspect_collectives(cuda)
         waiting |= not joined.is_set()
         waiting_for_nccl = cuda and waiting
-        # Whether a rank has reported an error, or the store is lost. In the second case, DistError
-        # ends the next `with` block early.
+        # `failed` stays True if the store is lost.
         failed = True
         with suppress(dist.DistError):
             count = store.add("counter", 1)
@@ -384,14 +345,12 @@ def _watch_ranks(
         with suppress(dist.DistError):
             if store.add("reported", 1) > 1:
                 os._exit(1)
-            # compare_set reads a key without waiting for it. It returns the last argument if there
-            # is no such key.
+            # Unlike get, compare_set does not wait for a missing key.
             states = [
                 json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
                 for rank in range(world.size)
             ]
-            # A rank does not answer if it has stored no state in the last three intervals: since
-            # the fourth count from the end, or since the first one, if there are fewer.
+            # A rank answers if it has stored a state in the last three intervals.
             oldest = counts[-4:][0]
             ranks = [
                 f"rank {rank} at {place}" if written > oldest else f"no answer from rank {rank}"
@@ -403,10 +362,7 @@ def _watch_ranks(
 
 
 def _program_lines(thread: int) -> str:
-    """Return the three innermost lines of the program in the stack of calls, the innermost first.
-
-    One line is often not enough, because it is in a helper function.
-    """
+    """Return the three innermost program lines of a thread's stack, the innermost first."""
     # traceback.extract_stack would read source files. Their storage can hang.
     stack = traceback.walk_stack(sys._current_frames()[thread])
     lines = [
@@ -421,11 +377,11 @@ def _inspect_collectives(cuda: bool) -> tuple[Any, bool]:
     """Read torch's flight recorder, which numbers the collectives of each process group.
 
     Returns the numbers of the last enqueued, started and completed collective of each group, and
-    whether this rank waits in a collective. With NCCL, the program can have groups of gloo too.
+    whether this rank waits in one. With NCCL, the program can have groups of gloo too.
     """
     c10d: Any = torch._C._distributed_c10d
-    # gloo completes collectives in any order, so the last one can be complete while an earlier one
-    # is not. So look at each of them. The arguments are include_collectives and only_active.
+    # gloo completes collectives in any order, so look at each of them. The arguments are
+    # include_collectives and only_active.
     gloo = json.loads(c10d._dump_fr_trace_json(True, False))
     waiting = not all(entry["retired"] for entry in gloo.get("entries", []))  # retired: completed
     if not cuda:
@@ -458,13 +414,12 @@ def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
 def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
-    All ranks must call this function, with the same architecture. All get the weights of rank 0. A
-    wrapped model has the original one as its attribute `module`. With several ranks, this function
-    usually makes a backward pass with zeros. The pass deletes existing gradients, and calls the
-    gradient hooks of parameters. If a hook takes an optimizer step, register it after this call.
+    All ranks must call this function, with the same architecture. All get the weights of rank 0.
+    With several ranks, this function usually makes a backward pass with zeros, which deletes
+    existing gradients and calls gradient hooks. If a hook takes an optimizer step, register it
+    after this call.
 
-    ddp: further arguments of DistributedDataParallel, for example find_unused_parameters=True.
-    For BatchNorm statistics over all ranks, see torch.nn.SyncBatchNorm.
+    ddp: further arguments of DistributedDataParallel.
     """
     model = model.to(world.device)
     if world.size == 1:
@@ -474,11 +429,9 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     if not (replica.find_unused_parameters or replica.static_graph or sparse):
         # DDP rebuilds its buckets after its first backward pass, which changes rounding. Make that
-        # pass now, with zeros, so that a resumed run rounds like an unbroken one. (Not with
-        # find_unused_parameters: DDP then keeps its buckets. Not with static_graph: DDP would take
-        # this pass for the graph. Not with sparse embeddings: the zeros below are dense.)
-        # prepare_for_backward takes the place of the forward pass. Its argument [] means that each
-        # parameter gets a gradient.
+        # pass now, so that a resumed run rounds like an unbroken one. (static_graph would record
+        # this pass. Sparse embeddings need sparse zeros.) [] means that each parameter gets a
+        # gradient.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
             torch.autograd.backward(
@@ -503,16 +456,14 @@ def any_rank(flag: bool, world: World) -> bool:
 def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
-    All ranks must call this function. If the calls of some ranks raise ValueError or OSError, all
-    ranks raise the error of the lowest such rank. If pickle cannot copy it, the other ranks raise a
-    plain ValueError or OSError with its message. An exception of another type is raised only on its
-    own rank, and not at all if some rank has raised ValueError or OSError.
+    All ranks must call this function. If a call raises ValueError or OSError, all ranks raise the
+    error of the lowest such rank. An exception of another type is raised only on its own rank.
 
-    Use it for slow work, such as reading large files: here the timeout of process_group does not
-    apply. If a call hangs, all ranks wait.
+    Use it for slow work: the timeout of process_group does not apply. If a call hangs, all ranks
+    wait for ever.
 
-    With several ranks, the call runs in a second thread. The call must not use torch.distributed.
-    It must itself set what torch keeps per thread: torch.no_grad(), autocast, and the current GPU.
+    With several ranks, the call runs in a second thread. It must not use torch.distributed, and
+    must itself set torch.no_grad(), autocast and the current GPU, which torch keeps per thread.
     """
     if world.size == 1:
         return call()
@@ -529,7 +480,7 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     errors: list[Any] = [None] * world.size
     dist.all_gather_object(errors, shared)
     if shared:
-        errors[world.rank] = own  # the original instead of its copy
+        errors[world.rank] = own
     for error in filter(None, errors):
         if error is not own:
             time.sleep(0.5)  # Let the rank with the traceback report it.
@@ -540,9 +491,9 @@ def wait_together(call: Callable[[], T], world: World) -> T:
 def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
-    All ranks must call this function. The result must be picklable. In all other respects it works
-    like wait_together. After an exception of another type than ValueError and OSError, the other
-    ranks wait in a collective until the process of rank 0 ends.
+    All ranks must call this function. The result must be picklable. Otherwise, it works like
+    wait_together. After an exception other than ValueError and OSError, the other ranks wait until
+    the process of rank 0 ends.
     """
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
@@ -560,15 +511,12 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     In the block, these signals do not interrupt the program. Call the yielded function once per
     step, together with any_rank, because a signal may reach only some ranks. Once true, it stays
     true. A second SIGINT ends the process with exit code 130, without cleanup; in a notebook and at
-    a Python prompt, it raises KeyboardInterrupt instead. Python does not run the handler while the
-    main thread waits in a collective: a rank whose collective hangs ends only at the timeout. A
-    signal to all processes would also end the workers of a DataLoader: see detach_worker.
+    a Python prompt, it raises KeyboardInterrupt. No signal has an effect while the main thread
+    waits in a collective. For the workers of a DataLoader, see detach_worker.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
-    Only the main thread can use this function. If these signals were blocked, they are unblocked
-    and stay unblocked. Of two nested `with` blocks, only the inner one notices a signal. spawn uses
-    such a block, so a block around spawn notices nothing while spawn runs.
+    Of two nested blocks, only the inner one notices a signal. spawn uses such a block.
     """
     received, owner = list[int](), os.getpid()
 
@@ -589,7 +537,7 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
                 os.write(2, f"\n{notice}\n".encode())
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    if hasattr(signal, "pthread_sigmask"):
+    if hasattr(signal, "pthread_sigmask"):  # spawn starts its ranks with blocked signals.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield lambda: bool(received)
@@ -602,12 +550,10 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 def detach_worker(worker_id: int) -> None:
     """Keep stop signals away from a worker of a DataLoader: pass this as its worker_init_fn.
 
-    Otherwise the worker can end before its rank has saved. torchrun and the terminal send signals
-    to all processes of a Unix process group; setsid takes the worker out of it. SLURM can send
-    SIGUSR1 to all processes. The worker ignores it, because without the handler of stop_signals,
-    which only a forked worker inherits, it would end. A SIGTERM to the worker itself still ends it.
-    Python needs this: if the rank fails, Python sends one and waits until the worker has ended. On
-    Windows, this function does nothing.
+    torchrun and the terminal send signals to a whole Unix process group, and SLURM can send SIGUSR1
+    to all processes. These could end the worker before its rank has saved. SIGTERM to the worker
+    still ends it, because Python needs this if the rank fails. On Windows, this function does
+    nothing.
     """
     if hasattr(os, "setsid"):
         os.setsid()
@@ -620,26 +566,21 @@ def detach_worker(worker_id: int) -> None:
 def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
-    Each process is a rank and must use process_group. Until it uses stop_signals, SIGTERM, SIGINT
-    and SIGUSR1 are blocked in it and in the processes that it starts. `fn` must be at the top level
-    of a module, and `args` must be picklable. The script needs `if __name__ == "__main__":`.
+    Each process is a rank and must use process_group. `fn` must be at the top level of a module,
+    and `args` must be picklable. The script needs `if __name__ == "__main__":`. Until a rank uses
+    stop_signals, SIGTERM, SIGINT and SIGUSR1 are blocked in it and in the processes that it starts.
 
-    If a rank ends with another code than 0, the others get 4 seconds to end and are then killed.
-    After a stop signal, this process sends SIGTERM to all ranks and continues to wait. A second
-    SIGINT ends it with exit code 130; in a notebook and at a Python prompt, it kills the ranks and
-    raises KeyboardInterrupt. If this process dies, Linux kills its ranks.
+    If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
+    process sends SIGTERM to all ranks and continues to wait. A second SIGINT ends it as in
+    stop_signals. If this process dies, Linux kills its ranks.
 
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
         are killed.
 
-    The first of these rules that applies decides the result:
-    - If all ranks end with the same exit code (not by a signal), it is returned.
-    - If the rank that failed first ended with 130, as after Ctrl-C, 130 is returned.
-    - If a rank has reported an error through process_group, the code of the rank that failed first
-      is returned, or 1 if a signal killed it.
-    - Otherwise, ChildProcessError is raised. Its message names the rank that failed or did not end.
-    ValueError if size < 1, on Windows, and if `fn` or `args` need functions or classes that are
-    defined in a notebook.
+    The result is 0, or the exit code of the rank that failed first (1 if a signal killed it). If no
+    rank has reported an error through process_group, ChildProcessError names the rank that failed
+    or did not end, unless the exit code is 130 (Ctrl-C) or the same on all ranks.
+    ValueError if size < 1, on Windows, and if `fn` or `args` need code of a notebook.
     """
     if size < 1:
         raise ValueError(f"size is {size}; spawn needs at least 1 process")
@@ -655,9 +596,8 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
     with stop_signals() as stop_requested:
-        # The ranks inherit the blocked signals, so that a stop signal waits until a rank calls
-        # stop_signals. The resource tracker of multiprocessing would unblock them when it starts,
-        # so it is started first.
+        # A stop signal waits until a rank calls stop_signals. The resource tracker would unblock
+        # the signals, so it is started first.
         resource_tracker.ensure_running()
         others = mp.active_children()
         try:
@@ -689,10 +629,8 @@ def _wait_for_ranks(
         if not code and any(codes):
             code = next(filter(None, codes))
             failed = codes.index(code)
-            # Whoever adds the first 1 to the key "reported" reports the error: a rank or this
-            # process. The ranks get the prefixes "0" from _connect_to_store and "group N" from
-            # process_group; here they are part of the key. Adding 0 only reads the number N. It is
-            # 0 if the rank never used process_group. Then no other rank uses this key.
+            # Whoever adds the first 1 to the key "reported" reports the error. The key has the
+            # prefixes of _connect_to_store and process_group. Adding 0 reads the group's number.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"
@@ -713,8 +651,7 @@ def _wait_for_ranks(
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
-    # These are the rules in the docstring of spawn. `problem` is empty if a rank has reported its
-    # error itself.
+    # `problem` is empty if a rank has reported its error.
     if problem and code != 130 and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
     return 1 if code < 0 else code
@@ -736,9 +673,8 @@ def _run_rank(
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     os.environ.pop("TORCHELASTIC_RUN_ID", None)  # can be that of the parent's torchrun
-    # Restore the default start method, on Linux fork, for processes that the rank itself starts,
-    # such as the workers of a DataLoader. If these were not forked, they would not inherit
-    # stop_signals, and would import the script again.
+    # Restore the default start method. If it is fork, the workers of a DataLoader inherit
+    # stop_signals.
     mp.set_start_method(None, force=True)
     try:
         fn(*args)
@@ -750,11 +686,8 @@ def _run_rank(
 
 
 def _die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends (Linux only).
-
-    If the parent has already ended, exit now.
-    """
-    # torch.multiprocessing.spawn uses this, too. 9 is SIGKILL, which has no name on Windows.
+    """Make the kernel kill this process when its parent ends (Linux only)."""
+    # 9 is SIGKILL, which has no name on Windows.
     mp._prctl_pr_set_pdeathsig(9)  # type: ignore[attr-defined]
     if os.getppid() != parent:
         os._exit(1)
