@@ -3,13 +3,12 @@
     corpus = read(list_files("data/*.txt"), "char")
     train, val = split(corpus.tokens, 0.1)
     plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
-    verify_unchanged(corpus)
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
         # count: number of targets in the global batch, or 0 if this rank has no window
         weight = 1 / count if count else 0
         for x, y in micro_batches:
             (weight * loss_sum(model, x, y)).backward()  # loss_sum: your function
-        ...  # sum the gradients over all ranks and update
+        ...  # sum the gradients over all ranks and update; before a save: verify_unchanged(corpus)
 
 DistributedDataParallel averages the gradients: with it, use world_size * weight.
 
@@ -174,7 +173,8 @@ def _read_file(name: str) -> np.ndarray:
             )
     if size > MIB:
         return np.memmap(name, dtype, "r", start)
-    # Small files are not mapped: a mapped file stays open, and the number of open files is limited.
+    # Small files are not mapped, because a mapped file stays open, and the number of open files is
+    # limited. (A .npy file is always mapped.)
     return np.fromfile(name, dtype, offset=start)
 
 
@@ -328,7 +328,8 @@ def steps(
     backward on that, with the weight 0, because the other ranks wait for it.
 
     Raises ValueError if the data has no more than T tokens, or if this rank reads an id that is not
-    below plan.vocab. Other ranks do not notice such an id, and the caller must end them.
+    below plan.vocab. Several steps are read at once, so the id can belong to a later step. Other
+    ranks do not notice such an id, and the caller must end them.
     """
     tokens, block_size, batch_size, seed, vocab = plan
     n = num_tokens(tokens)
@@ -417,9 +418,9 @@ def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
 def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
     """Return this rank's part of a random permutation of range(n), (k,) int64.
 
-    Use it for data other than Tokens, such as the rows of a torch Dataset. Over all ranks, each
-    index occurs exactly once. k differs by at most one between ranks. The array can be the sampler
-    of a DataLoader. Make a new DataLoader for each epoch.
+    Use it for data other than Tokens, such as the rows of a torch Dataset. n: at least 1. Over all
+    ranks, each index occurs exactly once. k differs by at most one between ranks. The array can be
+    the sampler of a DataLoader. Make a new DataLoader for each epoch.
     """
     return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
 

@@ -10,13 +10,17 @@
         if step % 10 == 0:
             print(step, float(report.loss))
 
-The loss function returns the sum of the losses in a micro-batch, not their mean, and the count of
-these losses: the number of rows or tokens, or the sum of their weights. The global batch of a step
-is all micro-batches of all ranks. Each rank back-propagates sum * world_size / (count of the global
-batch). DDP and FSDP2 average over the ranks, so the result is the exact mean gradient.
+The loss function returns the sum of the losses in a micro-batch, and the count of these losses: the
+number of rows or tokens, or the sum of their weights. If it returns the mean instead of the sum,
+the result is wrong without an error. The global batch of a step is all micro-batches of all ranks.
+Each rank back-propagates sum * world_size / (count of the global batch). DDP and FSDP2 average over
+the ranks, so the result is the exact mean gradient.
 
 Wrap the model in DistributedDataParallel (DDP) or FSDP2 (torch's fully_shard), not in the older
 FullyShardedDataParallel.
+
+If only some ranks raise an error, the others wait in a collective until the processes of these
+ranks end, or until the timeout of the process group.
 """
 
 import copy
@@ -111,10 +115,7 @@ def train_(
     ValueError after a wrong update (discard the model):
     - The declared count is not what loss_fn counted. Ranks that declare 0 do not check this.
     - In the step before, the gradient norm was not the same on all ranks, because loss_fn does not
-      use the model that it is given.
-
-    If only some ranks raise an error, end their processes: the others wait in a collective until
-    then, or until the timeout.
+      use the model that it is given. The gradients of the last step are not compared.
 
     On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step late, and
     errors of the last step when `steps` ends. Use fused optimizers there: with others, the host
