@@ -30,7 +30,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from pydoc_data.topics import topics  # for default_text
+from pydoc_data.topics import topics  # Python's help texts, for default_text
 from typing import NamedTuple
 
 import numpy as np
@@ -161,7 +161,7 @@ def _read_file(name: str) -> np.ndarray:
         # np.resize, because the file can have fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
         # llm.c's header is 256 int32: a magic number, the version, the number of tokens, zeros. The
-        # second magic number stands for Llama 3, whose version is refused below.
+        # second magic number is that of Llama 3. Only version 1 has uint16 tokens.
         if magic in (20240520, 20240801):
             start = 1024
         else:  # no header
@@ -204,8 +204,8 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
     The hash includes the type and the length of each array, but no file names. Of an array above
-    16 MiB (or less, if there are many arrays), only 16 blocks are read, and a change between them
-    is not noticed.
+    16 MiB, only 16 blocks of 1 MiB are read, and a change between them is not noticed. If more than
+    16 arrays have more than 256 MiB together, the blocks are smaller, but at least 4 KiB.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -313,8 +313,9 @@ def steps(
 ) -> Iterator[tuple[list[Batch], int]]:
     """Yield (micro-batches of this rank, count) for step `start` and all later steps, without end.
 
-    Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. x and y
-    overlap in memory: do not write into them. `count` is the number of targets in the global batch.
+    Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. x and y are
+    views of the same memory: do not write into them, and use reshape() and not view(). `count` is
+    the number of targets in the global batch.
 
     A rank divides its windows of a step into `accum` micro-batches, or fewer if it has fewer
     windows. So ranks can have different numbers of micro-batches: with DistributedDataParallel, use
@@ -431,7 +432,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     Each index must be below n. The result has the same shape, int64. `key` selects the permutation.
     Time and memory do not depend on n.
 
-    Method: a Feistel network of four rounds on index = left * b + right is a bijection of
+    Method: a Feistel network of eight rounds on index = left * b + right is a bijection of
     range(a * b). It is repeated while the result is n or more ("cycle walking", Black and Rogaway,
     2002).
     """
@@ -441,7 +442,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.ones_like(out, bool)
     while outside.any():
         left, right = divmod(out[outside], b)
-        # Eight half rounds. Each also exchanges the two halves.
+        # Eight rounds. Each changes one half, and then exchanges the halves.
         for i in range(8):
             # The inner % keeps the sum within 64 bits.
             left, right = right, (left + _hash(right, key + i) % a) % a

@@ -16,8 +16,8 @@
     if rank == 0:
         save("out", state, step=400, loss=1.8812, keep=3)
 
-Every rank must call snapshot() and restore_(). One rank alone may call the other functions, also in
-a thread. Functions that use files raise OSError if the file system fails.
+Every rank must call snapshot(), restore_() and reset_optimizer_(). One rank alone may call the
+other functions, also in a thread. Functions that use files raise OSError if the file system fails.
 
 If only rank 0 raises an error, the other ranks wait in a collective until rank 0 ends. So call the
 functions for rank 0 through wait_together() or from_rank_zero() of ddp_setup.py, as
@@ -27,7 +27,7 @@ not catch other exceptions: rank 0 must end.
 To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
 of each future: it raises the error of the save. On a CPU, give the executor also
 initializer=torch.set_num_threads and initargs=(1,), so that its OpenMP threads do not slow the
-training down.
+training down. Before, call torch.get_num_threads(): otherwise this can limit the main thread too.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` can read the
@@ -138,8 +138,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     gradients and learning rate 0. This calls the hooks of step().
 
     ValueError on every rank if the state, the model and the optimizers do not fit together, for
-    example because a parameter with optimizer state is frozen now. The model is then unchanged, but
-    optimizers may have lost their state.
+    example because a new optimizer does not have a parameter that was trained before and is frozen
+    now. The model is then unchanged, but optimizers may have lost their state.
 
     Not supported are SparseAdam, LBFGS, and optimizers whose state is in param_groups (Prodigy),
     has a key that is not a parameter, or changes its names or shapes during the training.
@@ -286,8 +286,9 @@ def save(
     this step is deleted. loss: the validation loss. keep: if given, prune(folder, keep) follows,
     which can delete the new checkpoint at once if the folder has higher steps.
 
-    ValueError if load() would refuse the file, for example because of NaN, or if keep < 1. After an
-    error in writing, the earlier checkpoints are untouched.
+    ValueError if load() would refuse the file, for example because of NaN. After an error in
+    writing, the earlier checkpoints are untouched. ValueError also if keep < 1, after the file was
+    written.
     """
     _check_state(state)
     make_folder(folder)
@@ -519,7 +520,7 @@ def read_text(folder: str, name: str) -> str:
 
 def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
-    if not folder or "://" in f"{folder}":  # it can be a Path
+    if not folder or re.search(r"\w\w:/", f"{folder}"):  # Path removes the second "/" of a URL
         raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder)
     for each in [*reversed(path.parents), path]:

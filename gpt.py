@@ -10,8 +10,8 @@
 positions (Su et al., 2021), RMS norm without weights (Zhang and Sennrich, 2019), normalised queries
 and keys (Henry et al., 2020), squared ReLU (So et al., 2021), no biases, an untied output layer,
 and blocks that start as the identity. `arch="modern2"` is modern with larger initial embeddings and
-a causal convolution over them, like the Canon layers of Allen-Zhu (2025). It reaches the same loss
-in fewer steps.
+a causal convolution over them, like the Canon layers of Allen-Zhu (2025). modern2 reaches the loss
+of modern in fewer steps.
 
 Letters in shapes: B sequences, T tokens in each, C = embd, H = heads, D = C / H, V = vocab, and
 S = T + the number of cached keys.
@@ -33,7 +33,7 @@ class Config(NamedTuple):
     """The settings that define a model. Save them with the weights."""
 
     vocab: int
-    # tokens in the longest context. modern and modern2 can also train with longer sequences.
+    # number of tokens in the longest context. modern and modern2 have this limit only in `sample`.
     block_size: int
     layers: int
     heads: int
@@ -45,7 +45,7 @@ class Config(NamedTuple):
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square over the last dimension, and keep its dtype."""
     if x.is_cuda:
-        # Autocast would make a float32 copy of x.
+        # Under autocast, F.rms_norm would make a float32 copy of x.
         with torch.autocast("cuda", enabled=False):
             return F.rms_norm(x, x.shape[-1:], eps=1e-6)
     # On other devices, F.rms_norm always makes this copy. vector_norm sums in float32 without it.
@@ -123,8 +123,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     S = k.shape[2]
     # On a CPU, the backward pass of torch's kernel is slow for short bfloat16 sequences.
     fused_is_slow = q.is_cpu and q.dtype == torch.bfloat16 and S <= 512
-    # With is_causal, query i sees the keys 0 to i. This is right only for T = S. With T = 1, the
-    # query sees all keys.
+    # With is_causal, query i sees the keys 0 to i, which is right only for T = S. A single query
+    # (T = 1) is the last one, so it may see all keys and needs no mask.
     if T in (1, S) and not fused_is_slow:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T == S)
     # Query i is at position S - T + i.
@@ -207,11 +207,11 @@ class GPT(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
-        # compile_ replaces these. In a copy of the model, a compiled method would still use the
-        # weights of the original, so `embed` is a function.
+        # compile_ replaces these attributes. `embed` is a function and not a method: in a deep copy
+        # of the model, a compiled method would still use the weights of the original.
         self.embed, self.cross_entropy = embed, cross_entropy
         self.checkpoint_activations = False
-        # nn.Embedding(V, C) would call normal_. Its first call on the device "meta" takes a second.
+        # nn.Embedding(V, C) would call normal_, whose first call on the device "meta" takes 1 s.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, width))
         self.positions = None if arch.rotary else embedding(torch.empty(config.block_size, width))
@@ -258,7 +258,7 @@ def build(config: Config, seed: int | None) -> GPT:
     """Build a model on the CPU. Its initial weights depend only on `config` and `seed`.
 
     ValueError if `config` is not valid.
-    seed: None leaves the parameters on the device "meta", for initial_weight.
+    seed: None leaves the parameters on the device "meta", without values: see initial_weight.
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
@@ -297,7 +297,7 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
             std = 0.1
         if name.endswith(("out.weight", "down.weight")):
             std *= 0 if arch.zero_branches else (2 * config.layers) ** -0.5
-        # A CPU generator uses only 32 bits of its seed.
+        # crc32 has 32 bits. A CPU generator does not use more bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight.normal_(0, std, generator=generator)
     return weight
@@ -401,6 +401,6 @@ def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
         smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
     # The largest logit becomes 0, so the division cannot give +inf. A temperature that float32
-    # rounds to 0 would give NaN.
+    # rounds to 0 would give NaN, so it is at least 1e-30.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     return torch.multinomial(logits.softmax(-1), 1).flatten()

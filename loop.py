@@ -19,8 +19,8 @@ the ranks, so the result is the exact mean gradient.
 Wrap the model in DistributedDataParallel (DDP) or FSDP2 (torch's fully_shard), not in the older
 FullyShardedDataParallel.
 
-If only some ranks raise an error, the others wait in a collective until the processes of these
-ranks end, or until the timeout of the process group.
+If only some ranks raise an error, the others wait in a collective until the processes of the ranks
+with the error end, or until the timeout of the process group.
 """
 
 import copy
@@ -85,13 +85,14 @@ def train_(
     All ranks must iterate over train_ together. It calls model.train() once. Gradients must be None
     at the start. After each step, train_ deletes only those of the optimizers' parameters.
 
-    start: number of steps that an earlier run has done. `steps` must begin after these. If your
-        loop breaks at a step `last`, call train_ only if start < last.
+    start: number of steps that an earlier run has done. `steps` must begin after these. train_ does
+        at least one step. So if your loop has `if step == last: break`, and start is already
+        `last`, do not call train_.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
-        the global batch. A rank that has no data left declares 0 and passes any micro-batch. This
-        micro-batch gets the weight 0, but it must have a finite loss and gradient, and it changes
-        BatchNorm statistics. All ranks need the same number of steps. Their numbers of
-        micro-batches may differ, unless layers communicate, as SyncBatchNorm does.
+        the global batch, or 0 on a rank that has no data left. Such a rank passes any micro-batch.
+        It gets the weight 0, but it must have a finite loss and gradient, and it changes BatchNorm
+        statistics. All ranks need the same number of steps. In a step, they may have different
+        numbers of micro-batches, unless layers communicate, as SyncBatchNorm does.
     lr_at: the "lr" of each parameter group becomes lr_at(number of finished steps) times its
         "initial_lr". A missing "initial_lr" is set to "lr". With None, the caller sets "lr". To
         resume a torch scheduler, see extras/tutorial/scheduler.py.
@@ -117,9 +118,9 @@ def train_(
     - In the step before, the gradient norm was not the same on all ranks, because loss_fn does not
       use the model that it is given. The gradients of the last step are not compared.
 
-    On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step late, and
-    errors of the last step when `steps` ends. Use fused optimizers there: with others, the host
-    waits for the device in each step.
+    On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step late. After
+    the last step, they come when `steps` ends, so a loop that breaks does not get them. Use fused
+    optimizers there: with others, the host waits for the device in each step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -138,7 +139,7 @@ def train_(
     model.train()
     for step, (batches, declared) in enumerate(steps, start):
         if lr_at:
-            # float(), because torch.load with weights_only=True refuses NumPy numbers.
+            # Checkpoints contain "lr", and torch.load(weights_only=True) refuses NumPy numbers.
             factor = float(lr_at(step))
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
@@ -171,10 +172,11 @@ def train_(
             getattr(model, "_check_reducer_finalized", lambda: None)()
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
-        # With equal gradients, each norm is the mean of all norms. The check allows 0.1 %, because
-        # different hardware rounds differently.
+        # If the ranks had equal gradients in the step before, each norm was the mean of all norms.
+        # The check allows 0.1 %, because different hardware rounds differently.
         differ = (sums[3] / world_size - previous_norm).abs() > 1e-3 * previous_norm
-        # With NaN, the comparison above would be false, and a NaN on one rank would not be noticed.
+        # This is for the comparison in the next step. NaN becomes 0, because all comparisons with
+        # NaN are false, so a NaN on one rank would not be noticed.
         previous_norm = norm.nan_to_num(0.0, 0.0)
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
@@ -282,7 +284,7 @@ def evaluate(
         if replica.broadcast_buffers and replica.modules_buffers:
             replica._sync_buffers()
         model = replica.module
-    # A baseline can have buffers only, or nothing.
+    # A model can have buffers only, or nothing.
     device = next(chain(model.parameters(), model.buffers()), torch.zeros(0)).device
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -292,8 +294,8 @@ def evaluate(
     unread = [lambda: [1.0, 0.0]] if _reads_late(device) else []
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. The size must differ
-            # from that of other sums: gloo would add both if ranks call different functions.
+            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. If some ranks call
+            # train_ by mistake, gloo would add tensors of equal size. train_ has none of this size.
             flags = sums.new_zeros(5)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())

@@ -227,7 +227,8 @@ def train(flags: Flags, given: set[str]) -> int:
         join_group(flags.device, flags.timeout) as world,
     ):
         rank0 = world.rank == 0
-        # All ranks use the flags of rank 0. A resumed run keeps the dtype that rank 0 picks here.
+        # All ranks use the flags of rank 0. "auto" becomes the name of a dtype here, so checkpoints
+        # contain that name, and a resumed run takes it from there.
         values, given = ddp_setup.from_rank_zero(
             lambda: (vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device)}, given), world
         )
@@ -454,7 +455,8 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
-    # Version 0.1 had no vocabulary size here, and other flag names and defaults.
+    # Version 0.1 had no vocabulary size here, and other flag names and defaults. A new flag that
+    # defines the model needs a default here too.
     config["vocab"] = state["vocabulary"]["vocab"]
     if "tokens" in config:
         config["tokenizer"] = config.pop("tokens")
@@ -623,7 +625,8 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     for name, reason in rejected.items():
         storage.set_aside(out, name)
         warn(f"{name}: {reason}; set aside, continuing from step {step}")
-    # Keep the records up to this step, but no line that a crash has cut off.
+    # Keep the records up to this step, but no line that a crash has cut off. Each record begins with
+    # its step, and has no inner braces.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     kept = (line[0] for line in re.finditer(pattern, metrics) if int(line[1]) <= step)
     storage.write_text(out, "metrics.jsonl", "".join(kept))

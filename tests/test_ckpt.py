@@ -1325,7 +1325,7 @@ def test_a_folder_that_is_a_file_is_an_oserror(tmp_path):
     assert (tmp_path / "out").read_text() == "mine" and os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("name", ["s3://bucket/out", ""])
+@pytest.mark.parametrize("name", ["s3://bucket/out", Path("s3://bucket/out"), ""])
 def test_a_url_and_an_empty_name_are_refused_and_nothing_is_made(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"is empty or a URL; for URLs see extras/remote\.py"):
