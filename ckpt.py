@@ -16,18 +16,18 @@
     if rank == 0:
         save("out", state, step=400, loss=1.8812, keep=3)
 
-Every rank must call snapshot(), restore_() and reset_optimizer_(). One rank alone may call the
-other functions, also in a thread. Functions that use files raise OSError if the file system fails.
+Every rank must call snapshot() and restore_(). One rank alone may call the functions that use files,
+also in a thread. These raise OSError if the file system fails.
 
-If only rank 0 raises an error, the other ranks wait in a collective until rank 0 ends. So call the
-functions for rank 0 through wait_together() or from_rank_zero() of ddp_setup.py, as
-extras/tutorial/4_checkpoints.py does. Then all ranks raise a ValueError or OSError of rank 0. Do
-not catch other exceptions: rank 0 must end.
+If only rank 0 raises an error in this example, the other ranks wait in their next collective until
+rank 0 ends. extras/tutorial/4_checkpoints.py is an example in which all ranks raise it: there, the
+functions for rank 0 are called by wait_together() or from_rank_zero() of ddp_setup.py.
 
 To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
-of each future: it raises the error of the save. On a CPU, give the executor also
-initializer=torch.set_num_threads and initargs=(1,), so that its OpenMP threads do not slow the
-training down. Before, call torch.get_num_threads(): otherwise this can limit the main thread too.
+of each future: it raises the error of the save. On a CPU, its thread should use one OpenMP thread,
+so that it does not slow the training down. So call torch.get_num_threads(), and then create the
+executor with initializer=torch.set_num_threads and initargs=(1,). (Without the first call, the main
+thread can get only one OpenMP thread, too.)
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` can read the
@@ -89,8 +89,9 @@ class Found(NamedTuple):
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
     """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
 
-    Every rank must call this. Ranks above 0 get {}. The names are those of unwrap(model). The
-    training can continue at once, because the copies share no memory with the model.
+    Every rank must call this. Ranks above 0 get {}. The names are those of unwrap(model). An
+    optimizer without a state becomes {}. The training can continue at once, because the copies
+    share no memory with the model.
 
     model: for several models, pass nn.ModuleDict({"g": unwrap(g), "d": unwrap(d)}).
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
@@ -191,12 +192,16 @@ def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[A
 
 
 def reset_optimizer_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
-    """Delete an optimizer's state and gradients. Return an example of its state."""
+    """Delete an optimizer's state and gradients. Return an example of its state.
+
+    Every rank must call this.
+    """
     # This import takes 0.5 s.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # get_optimizer_state_dict creates the state of an optimizer that has no gradients and no state.
-    # Adagrad has its state from the start, and torch 2.11 cannot create it again.
+    # If an optimizer has no gradients and no state, get_optimizer_state_dict creates its state, by
+    # the step that restore_ describes. If each parameter has a state already, that is the example:
+    # torch 2.11 cannot create the state of Adagrad a second time.
     optimizer.zero_grad()
     if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
         optimizer.state.clear()
@@ -297,7 +302,8 @@ def save(
             torch.save(state, file)
         except RuntimeError as error:  # torch.save hides an OSError in __context__.
             raise error.__context__ if isinstance(error.__context__, OSError) else error
-        # Raise ValueError now if load() would refuse a class. "meta" tensors take no memory.
+        # Raise ValueError now if load() would refuse a class. "meta" tensors take no memory. The
+        # file is still open, but torch.save has flushed it.
         _read_state(file.name, device="meta")
         entry = make_entry(step, loss, sha256(file.name)[:32])
         _publish(file, entry.name)
@@ -428,13 +434,18 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-    # Of equal losses, the newest counts. Without any loss, this is an entry that remains anyway.
+    # Of equal losses, the newest counts. If no entry has a loss, `best` is the newest entry, which
+    # stays anyway.
     best = min(reversed(entries), key=lambda e: e.loss, default=None)
     return [entry for entry in entries[:-keep] if entry != best]
 
 
 def prune(folder: str, keep: int) -> None:
-    """Delete the checkpoints that superseded() returns. Sharded ones are only set aside."""
+    """Delete the checkpoints that superseded() returns.
+
+    A sharded checkpoint is only set aside, because no single operation deletes a folder.
+    extras/sharded.py can delete it.
+    """
     for entry in superseded(list_checkpoints(folder), keep):
         _remove(folder, entry.name)
 
@@ -442,7 +453,7 @@ def prune(folder: str, keep: int) -> None:
 def _remove(folder: str, name: str) -> None:
     """Delete a checkpoint, or set it aside if it is a folder."""
     path = Path(folder, name)
-    if path.is_dir():  # One operation cannot delete it.
+    if path.is_dir():
         set_aside(folder, name)
     else:
         path.unlink(missing_ok=True)
@@ -520,7 +531,7 @@ def read_text(folder: str, name: str) -> str:
 
 def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
-    if not folder or re.search(r"\w\w:/", f"{folder}"):  # Path removes the second "/" of a URL
+    if not folder or re.search(r"\w\w:/", f"{folder}"):  # with one "/", for a Path
         raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder)
     for each in [*reversed(path.parents), path]:

@@ -568,7 +568,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 
     Each process is a rank and must use process_group. `fn` must be at the top level of a module,
     and `args` must be picklable. The script needs `if __name__ == "__main__":`. Until a rank uses
-    stop_signals, SIGTERM, SIGINT and SIGUSR1 are blocked in it and in the processes that it starts.
+    stop_signals, SIGTERM, SIGINT and SIGUSR1 are blocked in it.
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
     process sends SIGTERM to all ranks and continues to wait. A second SIGINT ends it as in
@@ -673,6 +673,10 @@ def _run_rank(
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     os.environ.pop("TORCHELASTIC_RUN_ID", None)  # can be that of the parent's torchrun
+    # A forked worker of a DataLoader must not inherit blocked signals: at the end, Python sends it
+    # SIGTERM and waits for it.
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.register_at_fork(after_in_child=unblock)
     # Restore the default start method. If it is fork, the workers of a DataLoader inherit
     # stop_signals.
     mp.set_start_method(None, force=True)

@@ -226,6 +226,7 @@ def train(flags: Flags, given: set[str]) -> int:
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         join_group(flags.device, flags.timeout) as world,
     ):
+        # join_group makes one line and exit code 2 of each ValueError and OSError here.
         rank0 = world.rank == 0
         # All ranks use the flags of rank 0. "auto" becomes the name of a dtype here, so checkpoints
         # contain that name, and a resumed run takes it from there.
@@ -236,8 +237,8 @@ def train(flags: Flags, given: set[str]) -> int:
         sharded = flags.checkpoint == "sharded" and world.size > 1
         storage = open_storage(flags.out, sharded)
 
-        # Only rank 0 reads the state to start from. `saved` is this state without its large parts,
-        # on all ranks. It is {} for a new model.
+        # Only rank 0 reads the state to start from. On the others, `state` is {}. `saved` is the
+        # state without its large parts, on all ranks. It is {} for a new model.
         state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
         saved = ddp_setup.from_rank_zero(
             lambda: state and {**state, "model": None, "optimizers": None}, world
@@ -300,7 +301,8 @@ def train(flags: Flags, given: set[str]) -> int:
         scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         if saved:
             with usage_errors(f"{saved['name']}: "):
-                # All ranks get the state that rank 0 found. The optimizers keep their settings.
+                # All ranks get the state that rank 0 found. The settings of the optimizers, such as
+                # the learning rate, stay those of the flags.
                 storage.restore_(state, replica, optimizers)
             if saved.get("scaler"):  # only after a run in float16
                 scaler.load_state_dict(saved["scaler"])
@@ -334,7 +336,7 @@ def train(flags: Flags, given: set[str]) -> int:
 
         def wait_for_saves() -> bool:
             """Wait for the saves of all ranks. Return whether all ended in time."""
-            # If the other ranks waited in any_rank for a slow save, they would reach the timeout.
+            # wait_together may wait longer than the timeout of the process group. any_rank may not.
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
@@ -386,7 +388,8 @@ def train(flags: Flags, given: set[str]) -> int:
                 # Steps that are not finite change no weight. Their checkpoints would be equal, and
                 # --keep would delete older ones.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If rank 0 evaluates or saves now, float() or isfinite() has waited for its device.
+                # If rank 0 evaluates or saves now, it has waited for its device in float() or
+                # isfinite(). So the time from here on contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -576,8 +579,8 @@ def build_model(config: gpt.Config, seed: int | None) -> gpt.GPT:
 def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the flags name.
 
-    one_machine: whether all ranks are on one machine. Only then do they divide the work of Muon,
-        because this is slower between machines.
+    one_machine: whether all ranks are on one machine. Only then do they divide the work of Muon:
+        between machines, dividing it is slower.
     """
     groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
     muon: list[torch.optim.Optimizer] = []
@@ -625,7 +628,7 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     for name, reason in rejected.items():
         storage.set_aside(out, name)
         warn(f"{name}: {reason}; set aside, continuing from step {step}")
-    # Keep the records up to this step, but no line that a crash has cut off. Each record begins with
+    # Keep the records up to this step, but no line that a crash has cut off. A record begins with
     # its step, and has no inner braces.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
     kept = (line[0] for line in re.finditer(pattern, metrics) if int(line[1]) <= step)
@@ -789,7 +792,7 @@ def sample(
 
 
 for parameter in sample.params:
-    parameter.callback = check_number
+    parameter.callback = check_number  # as in the flags of training
 
 
 @click.command("eval", params=[OPTIONS["out"], OPTIONS["device"]])

@@ -331,6 +331,12 @@ def interrupt_a_process_that_a_rank_has_started() -> None:
     sys.exit(child.exitcode)
 
 
+def end_with_a_daemon() -> None:
+    """As a rank ends whose DataLoader still has a worker. It never calls stop_signals."""
+    with ddp_setup.process_group("cpu", timeout=60):
+        torch.multiprocessing.Process(target=lambda: time.sleep(600), daemon=True).start()
+
+
 def raise_keyboard_interrupt() -> None:
     raise KeyboardInterrupt
 

@@ -496,6 +496,12 @@ def test_a_detached_worker_of_a_dataloader_survives_stop_signals():
     assert (ran.returncode, ran.stdout) == (0, f"{[*range(9)]} True 0\n"), ran
 
 
+def test_a_spawned_rank_ends_although_a_worker_still_runs():
+    command = [*SPAWN, "end_with_a_daemon"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, **START)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", ""), ran
+
+
 def test_spawn_returns_the_exit_code_of_the_exception_that_ended_a_rank(capfd):
     assert ddp_setup.spawn(ranks.fail_on_rank_1_with_an_exit_code, 2) == 7
     errors = capfd.readouterr().err
