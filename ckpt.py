@@ -16,8 +16,8 @@
     if rank == 0:
         save("out", state, step=400, loss=1.8812, keep=3)
 
-Every rank must call snapshot() and restore_(). One rank alone may call the functions that use files,
-also in a thread. These raise OSError if the file system fails.
+Every rank must call snapshot() and restore_(). One rank alone may call the functions for files, also
+in a thread. These raise OSError if the file system fails.
 
 If only rank 0 raises an error in this example, the other ranks wait in their next collective until
 rank 0 ends. extras/tutorial/4_checkpoints.py is an example in which all ranks raise it: there, the
