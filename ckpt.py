@@ -16,8 +16,8 @@
     if rank == 0:
         save("out", state, step=400, loss=1.8812, keep=3)
 
-Every rank must call snapshot() and restore_(). One rank alone may call the functions for files, also
-in a thread. These raise OSError if the file system fails.
+Every rank must call snapshot() and restore_(). One rank alone may call the functions for files, and
+save() may run in a thread. These functions raise OSError if the file system fails.
 
 If only rank 0 raises an error in this example, the other ranks wait in their next collective until
 rank 0 ends. extras/tutorial/4_checkpoints.py is an example in which all ranks raise it: there, the
@@ -26,8 +26,8 @@ functions for rank 0 are called by wait_together() or from_rank_zero() of ddp_se
 To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
 of each future: it raises the error of the save. On a CPU, its thread should use one OpenMP thread,
 so that it does not slow the training down. So call torch.get_num_threads(), and then create the
-executor with initializer=torch.set_num_threads and initargs=(1,). (Without the first call, the main
-thread can get only one OpenMP thread, too.)
+executor with initializer=torch.set_num_threads and initargs=(1,). Without the first call, which
+also sets the number for the main thread, this number can become 1, too.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` can read the
@@ -96,7 +96,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     model: for several models, pass nn.ModuleDict({"g": unwrap(g), "d": unwrap(d)}).
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
     plain Python values, for example the state of a scheduler. They are not copied: do not change
-    them before save() has ended.
+    them before save() has ended. restore_ ignores them: take them from the state that newest()
+    returns.
     """
     model = unwrap(model)
     names = parameter_names(model, optimizers)
@@ -328,8 +329,8 @@ def load(folder: str, entry: Entry) -> State:
         raise OSError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] not in entry.name:
         raise ValueError("damaged: the content does not match the digest in the name")
-    # Hide torch's warnings about a forged file. save() must not do this, because it changes the
-    # filters of all threads.
+    # Hide torch's warnings about the content of a forged file. (save() must not use catch_warnings,
+    # which changes the filters of all threads.)
     with warnings.catch_warnings(action="ignore"):
         state: State = _read_state(path, "cpu")
     _check_state(state)
@@ -472,8 +473,8 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     child, such as a worker of a DataLoader, also keeps the lock until it ends.
 
     ValueError if another process or this one still has the lock after `timeout` seconds. Where
-    locks do not work (on Windows, and on some file systems), the result is None, and nothing keeps
-    other runs out.
+    locks do not work (on Windows, and on some file systems), the result is None. Then nothing keeps
+    other runs out, and no file is deleted.
     """
     # Not the package filelock: without flock(), it waits for ever or leaves locks behind.
     if not fcntl:

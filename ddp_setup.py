@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 # The id of the parent process, for _die_with_parent. It is read before the slow import of torch,
-# during which the parent can end. A forked child has another parent, and does not find its own id.
+# during which the parent can end. The key is the id of this process, because a forked child, which
+# inherits this dict, has another parent.
 PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
@@ -112,19 +113,22 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     If a rank is killed, if its device is not available (ValueError), or if an exception leaves the
     block, all ranks that still use the group end. One of them reports the cause (several, if the
     machine of rank 0 is lost):
-    - If a rank was killed or lost, one of the others raises ConnectionError, which names the lost
-      rank, unless torchrun or the parent process of spawn does.
+    - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
+      that did not answer. If torchrun or the parent process of spawn reports it, no rank does.
     - Otherwise, the rank that failed first raises its own exception.
     Every other rank raises SystemExit in place of its exception. The exit code is the attribute
     `exit_code` of the replaced exception, else 1. Under spawn, this holds for the reported
     exception too.
 
-    Some ranks end with exit code 1 or torch's SIGABRT, without an exception: those that have waited
-    for the timeout and, after another rank has reported an error, those that wait for NCCL or start
-    no collective for about the timeout.
+    Some ranks get no exception, and end with exit code 1:
+    - a rank that has waited for the timeout;
+    - after another rank has reported an error, a rank that starts no collective for about the
+      timeout, and a rank that waits for NCCL for a tenth of the timeout. (torch can also end such a
+      rank with SIGABRT.)
 
     A rank that leaves the block by sys.exit or KeyboardInterrupt counts as lost for ranks that
-    still use the group. After a block that ended cleanly, a program can call process_group again.
+    still use the group. sys.exit() and sys.exit(0) first leave the group cleanly. After a block
+    that ended cleanly, a program can call process_group again.
     """
     world = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
@@ -141,8 +145,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     main, clean = threading.get_ident(), False
     joined, block_ended = threading.Event(), threading.Event()
     try:
-        # Each group needs its own keys, which _wait_for_ranks uses too. All ranks make the same
-        # groups, so they get the same number.
+        # Each group needs its own keys. All ranks make the same groups, so they get the same number.
+        # _wait_for_ranks reads it.
         number = store.add(f"groups of {world.rank}", 1)
         store = dist.PrefixStore(f"group {number}", store)
         world = _select_device(device, world)
@@ -278,7 +282,7 @@ def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
     def claim_report() -> list[str]:
         """Raise SystemExit if another rank reports. Otherwise, return the ranks without an error.
 
-        They are lost if this error is a consequence, because then all others have an error by now.
+        If this error is a consequence, these are the lost ranks, and ranks that still compute.
         """
         store.set(f"failed {world.rank}", "")
         if consequence:  # Let the rank that failed first report.
@@ -335,7 +339,7 @@ def _watch_ranks(
         with suppress(dist.DistError):
             count = store.add("counter", 1)
             store.set(f"state of {world.rank}", json.dumps([count, _program_lines(main)]))
-            # A rank that waits for gloo does not ask, because gloo ends it.
+            # A rank that waits for gloo need not know, because gloo ends it.
             failed = (cuda or not waiting) and store.add("reported", 0) > 0
             waiting |= failed
         counts = [*counts, count] if waiting and numbers == before else []
@@ -457,7 +461,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function. If a call raises ValueError or OSError, all ranks raise the
-    error of the lowest such rank. An exception of another type is raised only on its own rank.
+    error of the lowest such rank. An exception of another type is raised only on its own rank. Do
+    not catch it, because the other ranks go on.
 
     Use it for slow work: the timeout of process_group does not apply. If a call hangs, all ranks
     wait for ever.
@@ -568,7 +573,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 
     Each process is a rank and must use process_group. `fn` must be at the top level of a module,
     and `args` must be picklable. The script needs `if __name__ == "__main__":`. Until a rank uses
-    stop_signals, SIGTERM, SIGINT and SIGUSR1 are blocked in it.
+    stop_signals, SIGTERM, SIGINT and SIGUSR1 are blocked in it, so they have no effect before.
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
     process sends SIGTERM to all ranks and continues to wait. A second SIGINT ends it as in
@@ -577,9 +582,10 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
         are killed.
 
-    The result is 0, or the exit code of the rank that failed first (1 if a signal killed it). If no
-    rank has reported an error through process_group, ChildProcessError names the rank that failed
-    or did not end, unless the exit code is 130 (Ctrl-C) or the same on all ranks.
+    The result is 0, or the exit code of the rank that failed first (1 if a signal killed it). But
+    if no rank has reported an error through process_group, ChildProcessError is raised, which names
+    the rank that failed or did not end. It is not raised for the exit code 130 (Ctrl-C), and if all
+    ranks end with the same exit code, not by a signal.
     ValueError if size < 1, on Windows, and if `fn` or `args` need code of a notebook.
     """
     if size < 1:
@@ -677,8 +683,8 @@ def _run_rank(
     # SIGTERM and waits for it.
     unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.register_at_fork(after_in_child=unblock)
-    # Restore the default start method. If it is fork, the workers of a DataLoader inherit
-    # stop_signals.
+    # Restore the default start method. If it is fork, the workers of a DataLoader inherit the
+    # handlers of stop_signals, and do not import the script again.
     mp.set_start_method(None, force=True)
     try:
         fn(*args)
