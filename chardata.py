@@ -95,9 +95,9 @@ def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | Non
     .npy instead. The vocabulary size is `vocab`, or if that is None the highest id + 1, rounded up
     to a multiple of 64. Only steps() and every_window() check the ids, against BatchPlan.vocab.
 
-    Large files stay memory-mapped, except texts with the tokenizer "char". Raises ValueError or
-    OSError if a file is damaged, if a text has a character that is not in `chars`, or if the
-    vocabulary size of text is not `vocab`.
+    Large files and all .npy files stay memory-mapped, except texts with the tokenizer "char".
+    Raises ValueError or OSError if a file is damaged, if a text has a character that is not in
+    `chars`, or if the vocabulary size of text is not `vocab`.
     """
     stamps = tuple(map(_stamp, files))  # before reading, to notice a change meanwhile
     names = files or ["the default text"]
@@ -188,7 +188,8 @@ def verify_unchanged(corpus: Corpus) -> None:
 
     Call this before each save and at the end, because if a mapped file changes, training reads
     other tokens without an error. If only some ranks raise the error, the caller must end the
-    others. Texts of kind "char" are not checked.
+    others. Texts of kind "char" are not checked. (If a mapped file becomes shorter, the operating
+    system can kill the process.)
     """
     for stamp in corpus.stamps:
         if _stamp(stamp[0]) != stamp:
@@ -203,9 +204,9 @@ def default_text() -> str:
 def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
-    The hash includes the type and the length of each array, but no file names. Of an array above
-    16 MiB, only 16 blocks of 1 MiB are read, and a change between them is not noticed. If more than
-    16 arrays have more than 256 MiB together, the blocks are smaller, but at least 4 KiB.
+    The hash includes the type and the length of each array, but no file names. Of an array, at most
+    16 blocks of 1 MiB are read, and a change between them is not noticed. If more than 16 arrays
+    have more than 256 MiB together, a block is smaller, but at least 4 KiB.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:

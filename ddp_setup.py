@@ -145,8 +145,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     main, clean = threading.get_ident(), False
     joined, block_ended = threading.Event(), threading.Event()
     try:
-        # Each group needs its own keys. All ranks make the same groups, so they get the same number.
-        # _wait_for_ranks reads it.
+        # Each group needs its own keys. All ranks make the same groups, so each gets the same
+        # number. _wait_for_ranks reads that number.
         number = store.add(f"groups of {world.rank}", 1)
         store = dist.PrefixStore(f"group {number}", store)
         world = _select_device(device, world)

@@ -85,14 +85,14 @@ def train_(
     All ranks must iterate over train_ together. It calls model.train() once. Gradients must be None
     at the start. After each step, train_ deletes only those of the optimizers' parameters.
 
-    start: number of steps that an earlier run has done. `steps` must begin after these. train_ does
-        at least one step. So if your loop has `if step == last: break`, and start is already
-        `last`, do not call train_.
+    start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
+        only when `steps` ends. So if your loop has `if step == last: break`, and start is already
+        `last`, do not call train_: it would do one step too many.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
         the global batch, or 0 on a rank that has no data left. Such a rank passes any micro-batch.
-        It gets the weight 0, but it must have a finite loss and gradient, and it changes BatchNorm
-        statistics. All ranks need the same number of steps. In a step, they may have different
-        numbers of micro-batches, unless layers communicate, as SyncBatchNorm does.
+        This micro-batch gets the weight 0, but it must have a finite loss and gradient, and it
+        changes BatchNorm statistics. All ranks need the same number of steps. In a step, they may
+        have different numbers of micro-batches, unless layers communicate, as SyncBatchNorm does.
     lr_at: the "lr" of each parameter group becomes lr_at(number of finished steps) times its
         "initial_lr". A missing "initial_lr" is set to "lr". With None, the caller sets "lr". To
         resume a torch scheduler, see extras/tutorial/scheduler.py.
@@ -115,12 +115,13 @@ def train_(
     is not above 0, or a step has no micro-batch.
     ValueError after a wrong update (discard the model):
     - The declared count is not what loss_fn counted. Ranks that declare 0 do not check this.
-    - In the step before, the gradient norm was not the same on all ranks, because loss_fn does not
-      use the model that it is given. The gradients of the last step are not compared.
+    - The gradient norm was not the same on all ranks, because loss_fn does not use the model that
+      it is given. This is noticed in the next step, and never for the last step.
 
-    On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step late. After
-    the last step, they come when `steps` ends, so a loop that breaks does not get them. Use fused
-    optimizers there: with others, the host waits for the device in each step.
+    On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step late. A
+    request to stop in the last step is not reported. Errors of the last step are raised when
+    `steps` ends, so a loop that breaks does not get them. Use fused optimizers with a state there:
+    with others, such as SGD without momentum, the host waits for the device in each step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -271,7 +272,8 @@ def evaluate(
     batches may differ or be 0. FSDP2 needs equal numbers: see pad_batches in extras/fsdp.py.
 
     stop: is called in each round of one batch per rank, also on ranks that have no batch left. If
-        it returns true on any rank, all ranks return None after this round (on CUDA, the next one).
+        it returns true on any rank, all ranks return None after this round. On CUDA, they do so
+        after the next one.
 
     evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, loss_fn
     gets the module inside DDP.
@@ -294,8 +296,9 @@ def evaluate(
     unread = [lambda: [1.0, 0.0]] if _reads_late(device) else []
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. If some ranks call
-            # train_ by mistake, gloo would add tensors of equal size. train_ has none of this size.
+            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. If other ranks are
+            # in train_ or group_batches by mistake, gloo would add these flags to their sums
+            # without an error, if the sizes were equal. Theirs are 4 and 2.
             flags = sums.new_zeros(5)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -416,7 +419,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
     """Return the factor for the learning rate in a step: linear warm-up, then linear decay.
 
-    step: from 0 to total - 1. The decay would reach `floor` at step == total.
+    step: from 0 to total - 1. If total is more than warmup_steps, the decay would reach `floor` at
+        step == total.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))

@@ -557,7 +557,8 @@ def validate(
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
     loss_fn = gpt.loss
     batches = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-    # Here, zero too gathers the weights for each batch, so all ranks need the same number of them.
+    # In an evaluation, zero gathers the weights in the first batch. But a rank can have no batch,
+    # so zero needs padding, too.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, getattr(torch, flags.dtype), stop=stop)

@@ -186,7 +186,11 @@ def check_weights(weights: dict[str, Any]) -> None:
 def infer_config(
     arch: Any, heads: Any, block_size: Any, weights: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the config of weights under our names. ValueError if its model would be larger."""
+    """Return the config of weights under our names.
+
+    ValueError if its model would be larger than the weights: a small file could then take any
+    amount of memory.
+    """
     if type(arch) is not str:
         raise ValueError(f"arch is {arch!r}; it must be a name")
     for what, value in (("heads", heads), ("block size", block_size)):
@@ -227,7 +231,8 @@ def read_hf(folder: Path) -> Model:
             raise ValueError(f"{key} is {config[key]!r}; GPT-2 has {values[0]!r}")
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not (folder / names[0]).exists():
-        # Read only listed files, because others can be of another model, and only in this folder.
+        # Only the listed files, because others can be of another model. `.name` keeps to the
+        # folder.
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({Path(name).name for name in weight_map.values()})
     weights: dict[str, Tensor] = {}
@@ -300,7 +305,10 @@ def make_tokenizer(kind: str, chars: str) -> Any:
         model = {"type": "WordLevel", "vocab": ids, "unk_token": "[UNK]"}
         split = dict(type="Split", pattern={"Regex": r"[\s\S]"}, behavior="Isolated", invert=False)
         decoder = {"type": "Fuse"}
-    return dict(version="1.0", added_tokens=[], pre_tokenizer=split, decoder=decoder, model=model)
+    # null and not missing: transformers.js needs these keys.
+    empty = dict(normalizer=None, post_processor=None)
+    parts = dict(pre_tokenizer=split, decoder=decoder, model=model)
+    return dict(version="1.0", added_tokens=[], **empty, **parts)
 
 
 def byte_names() -> str:

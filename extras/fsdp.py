@@ -12,9 +12,9 @@
 
 `train_` and `evaluate` are those of loop.py. A loss function returns (sum, count).
 
-In training with "fsdp" and in evaluations, passes gather parameters, so all ranks must run the same
-number of passes. pad_steps and pad_batches add passes with weight 0 on ranks that have fewer. Use
-their two results together, on all ranks.
+In training with "fsdp" and in evaluations, passes gather parameters (with "zero", only the first
+pass of an evaluation). So all ranks must run the same number of passes. pad_steps and pad_batches
+add passes with weight 0 on ranks that have fewer. Use their two results together, on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,7 +138,8 @@ def pad_steps(
 
     Returns (steps, loss_fn) for loop.train_ with sync_each=True. Each rank needs at least one
     micro-batch in each step.
-    timeout: in seconds. A rank waits for the others up to twice as long.
+    timeout: in seconds. A rank waits for the others up to twice as long. If the default group has
+        gloo, its own timeout applies.
     """
     return _padded_steps(steps, timeout), partial(_padded_loss, loss_fn)
 
@@ -207,7 +208,10 @@ def _padded_loss(
 
 @contextmanager
 def _cpu_group(timeout: float) -> Iterator[dist.ProcessGroup | None]:
-    """Yield a new process group for CPU tensors, or None. All ranks must enter it together."""
+    """Yield a process group for CPU tensors, or None if the default group can be used.
+
+    All ranks must enter it together.
+    """
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         yield None
         return

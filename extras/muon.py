@@ -23,7 +23,7 @@ Triple = Sequence[float]  # the coefficients (a, b, c) of an iteration
 
 
 class Muon(torch.optim.Muon):
-    """Updates matrices as torch.optim.Muon does. Each can continue from the other's state_dict.
+    """Updates matrices as torch.optim.Muon does. Both have the same state_dict.
 
     ns_coefficients: (a, b, c) for all ns_steps iterations, or a list of such triples, one per
         iteration. With a list, ns_steps is not used, and torch.optim.Muon cannot continue from the

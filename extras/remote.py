@@ -45,6 +45,9 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
     - newest() raises OSError if the storage does not answer, and tries no older checkpoint.
     - append_text() keeps the line in memory until the next save() uploads it, because an object
       store cannot append. Each result of storage() has its own memory.
+    - If the storage is not an object store, a process that is killed while it uploads a text leaves
+      a part of that text.
+    - A process that is killed during a save or a load leaves a folder ddpkit-* in $TMPDIR or /tmp.
     - Checkpoints at ftp:// are a ValueError, because fsspec can take an error of the server for an
       empty folder.
 
@@ -58,7 +61,9 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
     functions |= {
         "save": partial(_save, ckpt, texts),
         "load": load,
-        "newest": partial(ckpt.newest, load=load, list_checkpoints=list_checkpoints),
+        "newest": lambda url, load=load, list_checkpoints=list_checkpoints: ckpt.newest(
+            url, load, list_checkpoints
+        ),
         "list_checkpoints": list_checkpoints,
         "prune": partial(_prune, ckpt),
         "set_aside": _set_aside,
@@ -108,7 +113,7 @@ def _upload(ckpt: ModuleType, file: str, url: str, entry: Any) -> None:
     """
     with _file_system(url) as (fs, path):
         target = f"{path}/{entry.name}"
-        if fs.exists(target):  # smb raises no FileNotFoundError
+        if fs.exists(target):  # _load would not find out: smb raises no FileNotFoundError
             with suppress(ValueError):  # damaged
                 _load(ckpt, url, entry)
                 return
@@ -122,11 +127,16 @@ def _upload(ckpt: ModuleType, file: str, url: str, entry: Any) -> None:
 
 def _load(ckpt: ModuleType, url: str, entry: Any) -> dict[str, Any]:
     """Download, verify and read a checkpoint."""
-    with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
-        if entry.name.endswith(".pt"):
-            with _file_system(url) as (fs, path):
-                fs.get_file(f"{path}/{entry.name}", f"{local}/{entry.name}")
-        return dict(ckpt.load(local, entry))  # refuses a sharded checkpoint
+    try:
+        with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
+            if entry.name.endswith(".pt"):
+                with _file_system(url) as (fs, path):
+                    fs.get_file(f"{path}/{entry.name}", f"{local}/{entry.name}")
+            return dict(ckpt.load(local, entry))  # refuses a sharded checkpoint
+    except OSError as error:
+        if type(error) is OSError:  # of the local disk: the checkpoint may be good
+            raise NoAnswer(f"{url}: {error}") from error
+        raise
 
 
 def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
@@ -174,8 +184,7 @@ def _make_folder(url: str) -> None:
 
 def _write_text(texts: Texts, url: str, name: str, text: str) -> None:
     texts[url, name] = text
-    with _file_system(url) as (fs, path):
-        fs.pipe_file(f"{path}/{name}", text.encode())
+    _upload_text(url, name, text)
 
 
 def _append_text(texts: Texts, url: str, name: str, line: str) -> None:
@@ -191,12 +200,20 @@ def _read_text(texts: Texts, url: str, name: str) -> str:
     return ""
 
 
+def _upload_text(url: str, name: str, text: str) -> None:
+    with _file_system(url) as (fs, path):
+        fs.pipe_file(f"{path}/{name}", text.encode())
+
+
 def _upload_texts(texts: Texts, url: str) -> None:
-    """Upload all texts of a folder. An OSError is only a warning, so the checkpoint follows."""
+    """Upload all texts of a folder. An OSError is only a warning, so the checkpoint follows.
+
+    This does not assign to `texts`, because another thread may append a line during an upload.
+    """
     for (folder, name), text in list(texts.items()):
         if folder == url:
             try:
-                _write_text(texts, url, name, text)
+                _upload_text(url, name, text)
             except OSError as error:
                 warnings.warn(f"{name} not written, the next save tries again: {error}")
 
@@ -209,8 +226,11 @@ def download(url: str) -> list[str]:
 
     Copies are in $XDG_CACHE_HOME/ddpkit (~/.cache/ddpkit). A file is downloaded again if its size,
     ETag or time of change is new. Any number of processes may call this: on each node the first one
-    downloads and the others wait. FileNotFoundError if no file matches, IsADirectoryError if a
-    folder does. OSError if a file changes during the download, except at http:// and https://.
+    downloads and the others wait. If a website sends no ETag and no time, a change that keeps the
+    size is not noticed. Old copies are not deleted.
+
+    FileNotFoundError if no file matches, IsADirectoryError if a folder does. OSError if a file
+    changes during the download, except at http:// and https://.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     with _file_system(url) as (fs, path):
@@ -297,7 +317,10 @@ class NoAnswer(PermissionError):
 
 @contextmanager
 def _file_system(url: str) -> Iterator[tuple[Any, str]]:
-    """Yield (fsspec file system, path) of a URL, and turn its errors into NoAnswer."""
+    """Yield (fsspec file system, path) of a URL, and turn its errors into NoAnswer.
+
+    Some errors keep their type: see the beginning of this file.
+    """
     if _has_password(url):
         raise ValueError(
             "a URL must not contain a password, because URLs are written to logs and checkpoints: "

@@ -53,8 +53,8 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
     """Return the functions of ckpt.py, for a folder that can have sharded checkpoints.
 
     write_sharded: every rank must then call this, `snapshot`, `save` and `restore_`. `load` and
-    `newest` give tensors on the device "meta", and `restore_` reads the values. Call `save` in a
-    thread if it can take longer than the timeout of process_group.
+    `newest` give the tensors of a sharded checkpoint on the device "meta", and `restore_` reads the
+    values. Call `save` in a thread if it can take longer than the timeout of process_group.
     """
     save_one = ckpt.save
     load_any = partial(load, ckpt, None if write_sharded else read)
@@ -166,7 +166,11 @@ def snapshot(ckpt: ModuleType, model: nn.Module, optimizers: Optimizers, **more:
     a tensor, and values of `more` that JSON changes, such as tuples, NaN and keys that are numbers.
     """
     for name, value in more.items():
-        if json.loads(json.dumps(value, default=repr, skipkeys=True)) != value:
+        try:
+            is_kept = json.loads(json.dumps(value)) == value
+        except TypeError:  # for example, of a tensor
+            is_kept = False
+        if not is_kept:
             raise ValueError(f"JSON cannot represent {name}; a sharded checkpoint cannot have it")
     model = ckpt.unwrap(model)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -341,7 +345,10 @@ def _build_state(manifest: State, tensors: dict[str, Tensor]) -> State:
 
 
 def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
-    """Read a checkpoint. ValueError if it is damaged. If `read` is None, only verify its shards."""
+    """Read and verify a checkpoint. ValueError if it is damaged.
+
+    If `read` is None, the tensors of a sharded checkpoint are on the device "meta".
+    """
     if entry.name.endswith(".pt"):
         return dict(ckpt.load(folder, entry))
     path = Path(folder, entry.name)
@@ -401,7 +408,8 @@ def restore_(
 
     Every rank must call this. Any number of ranks with any strategy may have written the
     checkpoint. The optimizers keep their settings. If the checkpoint does not fit, or if a rank
-    cannot read it, all ranks raise ValueError or OSError, and the model can be partly changed.
+    cannot read it, all ranks raise ValueError or OSError. Model and optimizers can then be partly
+    changed.
     """
     paths = [state.get("sharded_path")]
     if dist.is_initialized():

@@ -87,9 +87,9 @@ def read_corpus(
     """Return a chardata.Corpus of kind "tokenizer". Text files are encoded; .bin and .npy hold ids.
 
     chardata: the module. files: [] means its default text. path: a tokenizer.json. tokenizer_json:
-    the text of the one in a checkpoint, or "". It is used then, and `path` may be "" or a file that
-    is gone. ValueError if the file is another tokenizer. vocab: a number above every id. None means
-    size() rounded up to a multiple of 64.
+    the text of the one in a checkpoint, or "". If it is not "", it is used, and `path` may be "" or
+    a file that is gone. ValueError if the file is another tokenizer. vocab: a number above every
+    id. None means size() rounded up to a multiple of 64.
     """
     if "://" in path:  # Do not print it: it can contain a password.
         raise ValueError("--tokenizer cannot read a URL; download the file and name its path")

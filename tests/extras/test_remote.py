@@ -15,6 +15,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -182,8 +183,23 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_reported(files, ur
         remote._remove(url, new.name)  # another process prunes
         return files.load(folder, entry)
 
-    found, rejected = files.newest(url, load=load)
+    found, rejected = files.newest(url, load)
     assert found.entry.step == 10 and rejected == {}
+
+
+def test_an_error_of_the_local_disk_rejects_no_checkpoint(files, url, monkeypatch):
+    for step in (10, 20):
+        files.save(url, some_state(step), step)
+    make = tempfile.mkdtemp
+
+    def fail_once(*args, **more):
+        monkeypatch.setattr(tempfile, "mkdtemp", make)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", fail_once)
+    with pytest.raises(OSError, match="Too many open files"):
+        files.newest(url)
+    assert files.newest(url)[0].entry.step == 20
 
 
 def test_nan_is_refused_and_nothing_is_uploaded(files, url):
@@ -270,6 +286,24 @@ def test_lines_are_uploaded_with_the_next_save_or_write(files, url):
     assert listed(url)["a.txt"] == "ä\nb\n".encode() and listed(url)["other.txt"] == b"other\n"
     files.save(url, STATE, 2, None, 1)
     assert listed(url)["a.txt"] == "ä\nb\nc\n".encode()
+
+
+def test_a_line_that_is_appended_during_an_upload_is_in_the_next_one(files, monkeypatch):
+    fs, url = fsspec.filesystem("memory"), "memory://out"
+    files.write_text(url, "a.txt", "1\n")
+    files.write_text(url, "b.txt", "1\n")
+    upload = type(fs).pipe_file
+
+    def append_during(self, path, value, **more):  # as training does while a save runs
+        files.append_text(url, "b.txt", "2\n")
+        monkeypatch.undo()
+        upload(self, path, value, **more)
+
+    monkeypatch.setattr(type(fs), "pipe_file", append_during)
+    for step in (1, 2):
+        files.save(url, STATE, step)
+    assert listed(url)["b.txt"] == b"1\n2\n"
+    fs.store.clear()
 
 
 def test_a_line_is_added_to_what_an_earlier_process_wrote(files, url):
