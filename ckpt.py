@@ -20,14 +20,15 @@ Every rank must call snapshot() and restore_(). One rank alone may call the func
 save() may run in a thread. These functions raise OSError if the file system fails.
 
 If only rank 0 raises an error in this example, the other ranks wait in their next collective until
-rank 0 ends. extras/tutorial/4_checkpoints.py is an example in which all ranks raise it: there, the
-functions for rank 0 are called by wait_together() or from_rank_zero() of ddp_setup.py.
+rank 0 ends. In extras/tutorial/4_checkpoints.py, wait_together() and from_rank_zero() of
+ddp_setup.py call newest() and save(), so all ranks raise a ValueError or OSError of these. Do not
+catch NotImplementedError (a sharded checkpoint): only rank 0 raises it, and must end.
 
 To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
 of each future: it raises the error of the save. On a CPU, its thread should use one OpenMP thread,
 so that it does not slow the training down. So call torch.get_num_threads(), and then create the
-executor with initializer=torch.set_num_threads and initargs=(1,). Without the first call, which
-also sets the number for the main thread, this number can become 1, too.
+executor with initializer=torch.set_num_threads and initargs=(1,). The first call fixes the number
+of threads of the thread that makes it. Without it, that number can become 1, too.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` can read the
@@ -69,7 +70,7 @@ TEMPORARY = ".saving-"  # prefix of incomplete files and folders
 
 
 class Entry(NamedTuple):
-    """What the name of a checkpoint says. Entries are sorted by step."""
+    """What the name of a checkpoint says. `step` comes first, so that sorted() sorts by step."""
 
     step: int
     name: str  # of the file or folder
@@ -140,8 +141,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     gradients and learning rate 0. This calls the hooks of step().
 
     ValueError on every rank if the state, the model and the optimizers do not fit together, for
-    example because a new optimizer does not have a parameter that was trained before and is frozen
-    now. The model is then unchanged, but optimizers may have lost their state.
+    example because a parameter that was trained before is frozen now (so freeze it after this call)
+    or not in the optimizer. The model is then unchanged, but optimizers may have lost their state.
 
     Not supported are SparseAdam, LBFGS, and optimizers whose state is in param_groups (Prodigy),
     has a key that is not a parameter, or changes its names or shapes during the training.
@@ -514,7 +515,10 @@ def write_text(folder: str, name: str, text: str) -> None:
 
 
 def append_text(folder: str, name: str, line: str) -> None:
-    """Add a line, which must end with a line break. A power failure can lose it."""
+    """Add a line, which must end with a line break.
+
+    After an OSError, a part of it can be in the file. A power failure can lose it.
+    """
     with open(Path(folder, name), "a", encoding="utf-8") as file:
         file.write(line)
 
@@ -532,7 +536,7 @@ def read_text(folder: str, name: str) -> str:
 
 def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
-    if not folder or re.search(r"\w\w:/", f"{folder}"):  # with one "/", for a Path
+    if not folder or re.search(r"\w\w:/", f"{folder}"):  # A Path has only one "/".
         raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder)
     for each in [*reversed(path.parents), path]:

@@ -10,8 +10,8 @@
                 break
 
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
-the processes that `spawn` starts. If a rank fails, all ranks end, and one of them reports the
-cause.
+the processes that `spawn` starts. If a rank fails, all ranks end, and as a rule, one of them
+reports the cause.
 """
 
 import functools
@@ -100,21 +100,25 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     of this file, but not torch.distributed.
 
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
-        of a machine gets GPU i. On a CPU, several ranks of a machine share its CPUs equally. The
-        backend is NCCL for CUDA, else gloo.
+        of a machine gets GPU i. On a CPU, this sets torch's number of threads to an equal part of
+        the CPUs of the machine. A single rank on a machine keeps its number if OMP_NUM_THREADS is
+        set. The backend is NCCL for CUDA, else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends, and one
         such rank prints the current program lines of every rank. Use wait_together for work that
         may take longer. The timeout does not apply to torch.distributed.new_group and
-        monitored_barrier, and it is twice as long for recv.
+        monitored_barrier. With gloo, send and recv wait for twice the timeout, and then raise an
+        exception.
 
     ValueError on each rank whose launch variables are wrong. ConnectionError on each rank that
     cannot connect to the others in time.
 
     If a rank is killed, if its device is not available (ValueError), or if an exception leaves the
-    block, all ranks that still use the group end. One of them reports the cause (several, if the
-    machine of rank 0 is lost):
+    block, all ranks that still use the group end. One of them reports the cause. (Several do if the
+    store is lost. The parent process of spawn or torchrun's agent holds it. With other launchers,
+    rank 0 does, so after its end, a late rank reports that rank 0 does not answer.)
     - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
-      that did not answer. If torchrun or the parent process of spawn reports it, no rank does.
+      that did not answer. The parent process of spawn reports it in place of a rank. torchrun
+      reports it too, and often ends the ranks before one of them can.
     - Otherwise, the rank that failed first raises its own exception.
     Every other rank raises SystemExit in place of its exception. The exit code is the attribute
     `exit_code` of the replaced exception, else 1. Under spawn, this holds for the reported
@@ -184,8 +188,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         _choose_reporter(error, world, store)
         raise
     finally:
-        # A thread of gloo still needs the GIL. Without this pause, Python can abort when it ends
-        # (torch 2.13, github.com/pytorch/pytorch/pull/179291).
+        # After the last collective, a thread of gloo still needs the GIL. Without this pause,
+        # Python can abort at its exit (torch 2.13, github.com/pytorch/pytorch/pull/179291).
         time.sleep(0.1)
 
 
@@ -249,8 +253,9 @@ def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
 def _agree_on_run_id(store: dist.Store, world: World) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
-    The id is a random word of rank 0. torchrun's store keeps messages from before a restart, so
-    each other rank sends a new random word, waits for the reply to this word, and sends the id
+    The id is a random word of rank 0. It is for a prefix, because torchrun's store keeps all keys
+    when it restarts the ranks, for example "reported". It also keeps old messages. So each other
+    rank sends a new random word, waits for the reply to this word, and sends the id
     back. Queues need a store with libuv, torch's default on Linux and macOS.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
@@ -295,7 +300,7 @@ def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
         # If the network is down, a request to the store never returns.
         missing = _in_thread(claim_report).result(6)
     except (dist.DistError, TimeoutError):
-        # The store is lost, most likely with the machine of rank 0.
+        # The store is lost, most likely with rank 0 or its machine.
         missing = ["0"]
     if consequence and missing:
         how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
@@ -316,8 +321,8 @@ def _watch_ranks(
     This runs in a thread of each rank, because no exception can be raised in the thread `main`,
     which called process_group, while it is blocked in a collective.
 
-    In each interval of 1/20 of the timeout, each rank adds 1 to a counter in the store, and stores
-    the new count with its program lines. A rank with an old count no longer answers.
+    In each interval of 1/20 of the timeout, each rank adds 1 to one counter that all ranks share,
+    and stores the new count with its program lines. A rank with an old count no longer answers.
 
     A rank is stuck in an interval in which no collective starts or ends, if it waits or another
     rank has reported an error. It ends after 20 such intervals in a row. If no rank has reported an
@@ -433,9 +438,10 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     if not (replica.find_unused_parameters or replica.static_graph or sparse):
         # DDP rebuilds its buckets after its first backward pass, which changes rounding. Make that
-        # pass now, so that a resumed run rounds like an unbroken one. (static_graph would record
-        # this pass. Sparse embeddings need sparse zeros.) [] means that each parameter gets a
-        # gradient.
+        # pass now, so that a resumed run rounds like an unbroken one. (Not with
+        # find_unused_parameters, which keeps its buckets, not with static_graph, which would record
+        # this pass, and not with sparse embeddings, which need sparse zeros.) The argument [] means
+        # that each parameter gets a gradient.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
             torch.autograd.backward(
@@ -461,8 +467,9 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
     All ranks must call this function. If a call raises ValueError or OSError, all ranks raise the
-    error of the lowest such rank. An exception of another type is raised only on its own rank. Do
-    not catch it, because the other ranks go on.
+    error of the lowest such rank. (If pickle cannot copy it, the others raise a plain ValueError or
+    OSError.) Otherwise, an exception of another type is raised only on its own rank. Do not catch
+    it, because the other ranks go on.
 
     Use it for slow work: the timeout of process_group does not apply. If a call hangs, all ranks
     wait for ever.
@@ -496,9 +503,9 @@ def wait_together(call: Callable[[], T], world: World) -> T:
 def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
-    All ranks must call this function. The result must be picklable. Otherwise, it works like
-    wait_together. After an exception other than ValueError and OSError, the other ranks wait until
-    the process of rank 0 ends.
+    All ranks must call this function. The result must be picklable. In all other respects, this
+    function works like wait_together. After an exception other than ValueError and OSError, the
+    other ranks wait in a collective until the process of rank 0 ends, or for the timeout.
     """
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
@@ -516,8 +523,9 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     In the block, these signals do not interrupt the program. Call the yielded function once per
     step, together with any_rank, because a signal may reach only some ranks. Once true, it stays
     true. A second SIGINT ends the process with exit code 130, without cleanup; in a notebook and at
-    a Python prompt, it raises KeyboardInterrupt. No signal has an effect while the main thread
-    waits in a collective. For the workers of a DataLoader, see detach_worker.
+    a Python prompt, it raises KeyboardInterrupt. These signals have no effect while the main
+    thread waits in a collective, so a rank whose collective hangs ends only at the timeout. For the
+    workers of a DataLoader, see detach_worker.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
@@ -573,7 +581,9 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
 
     Each process is a rank and must use process_group. `fn` must be at the top level of a module,
     and `args` must be picklable. The script needs `if __name__ == "__main__":`. Until a rank uses
-    stop_signals, SIGTERM, SIGINT and SIGUSR1 are blocked in it, so they have no effect before.
+    stop_signals, SIGTERM, SIGINT and SIGUSR1 have no effect on it, because they are blocked. They
+    are also blocked in processes that it has started before, but not by fork. terminate() does not
+    end these, so a rank can wait for them for ever.
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
     process sends SIGTERM to all ranks and continues to wait. A second SIGINT ends it as in
@@ -583,9 +593,9 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
         are killed.
 
     The result is 0, or the exit code of the rank that failed first (1 if a signal killed it). But
-    if no rank has reported an error through process_group, ChildProcessError is raised, which names
-    the rank that failed or did not end. It is not raised for the exit code 130 (Ctrl-C), and if all
-    ranks end with the same exit code, not by a signal.
+    if a rank fails or does not end, and no rank has reported an error through process_group,
+    ChildProcessError names that rank. (It is not raised for the exit code 130, as after Ctrl-C, and
+    not if all ranks exit with the same code and no signal killed them.)
     ValueError if size < 1, on Windows, and if `fn` or `args` need code of a notebook.
     """
     if size < 1:

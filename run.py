@@ -226,10 +226,12 @@ def train(flags: Flags, given: set[str]) -> int:
         ddp_setup.stop_signals(STOPPING) as stop_requested,
         join_group(flags.device, flags.timeout) as world,
     ):
-        # join_group makes one line and exit code 2 of each ValueError and OSError here.
+        # If an error about values, files or packages is raised here, join_group turns it into one
+        # line and exit code 2.
         rank0 = world.rank == 0
-        # All ranks use the flags of rank 0. "auto" becomes the name of a dtype here, so checkpoints
-        # contain that name, and a resumed run takes it from there.
+        # From here on, all ranks use the flags of rank 0. (Each has already used its own --device
+        # and --timeout.) "auto" becomes the name of a dtype here, so checkpoints contain that name,
+        # and a resumed run takes it from there.
         values, given = ddp_setup.from_rank_zero(
             lambda: (vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device)}, given), world
         )
@@ -294,7 +296,8 @@ def train(flags: Flags, given: set[str]) -> int:
             replica = extra("fsdp").shard_(
                 model, world.size, world.device, [*model.blocks], flags.strategy, weight
             )
-        # fsdp gathers the weights in each micro-batch, so all ranks need the same number of them.
+        # fsdp gathers the weights in each micro-batch, so all ranks need equally many
+        # micro-batches.
         if flags.strategy == "fsdp":
             steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
         optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
@@ -329,7 +332,7 @@ def train(flags: Flags, given: set[str]) -> int:
                 f"{flags.dtype}, steps {start_step + 1} to {total} (set by {limit}), {where} "
                 f"{flags.out}"
             )
-        torch.get_num_threads()  # Without it, the next line (see ckpt.py) limits this thread too.
+        torch.get_num_threads()  # Without it, the pool (see ckpt.py) can limit this thread too.
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         # The latest save of this rank and its deadline. The first save does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout
@@ -385,8 +388,8 @@ def train(flags: Flags, given: set[str]) -> int:
                     }
                     append_metrics(storage, flags.out, record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # Steps that are not finite change no weight. Their checkpoints would be equal, and
-                # --keep would delete older ones.
+                # A step whose loss or gradient is not finite changes no weight. Checkpoints of such
+                # steps would be equal, and --keep would delete older ones.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
                 # If rank 0 evaluates or saves now, it has waited for its device in float() or
                 # isfinite(). So the time from here on contains no training.
