@@ -144,8 +144,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     example because a parameter that was trained before is frozen now (so freeze it after this call)
     or not in the optimizer. The model is then unchanged, but optimizers may have lost their state.
 
-    Not supported are SparseAdam, LBFGS, and optimizers whose state is in param_groups (Prodigy),
-    has a key that is not a parameter, or changes its names or shapes during the training.
+    Not supported are SparseAdam, LBFGS, optimizers that wrap another one (pass the inner one),
+    optimizers whose step() has no argument `closure`, and those whose state is in param_groups
+    (Prodigy), has a key that is not a parameter, or changes its names or shapes during training.
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.

@@ -82,8 +82,9 @@ def train_(
 ) -> Iterator[tuple[int, Report]]:
     """Do one optimizer step for each item of `steps`; after each, yield (steps done, Report).
 
-    All ranks must iterate over train_ together. It calls model.train() once. Gradients must be None
-    at the start. After each step, train_ deletes only those of the optimizers' parameters.
+    All ranks must iterate over train_ together. It calls model.train() once. Before and after each
+    step, it deletes the gradients of the optimizers' parameters. Sparse gradients are not
+    supported.
 
     start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
         only when `steps` ends. So if your loop has `if step == last: break`, and start is already
@@ -139,10 +140,12 @@ def train_(
     checks: list[Callable[[], bool]] = [lambda: False] if _reads_late(device) else []
     model.train()
     for step, (batches, declared) in enumerate(steps, start):
-        if lr_at:
-            # Checkpoints contain "lr", and torch.load(weights_only=True) refuses NumPy numbers.
-            factor = float(lr_at(step))
-            for optimizer in optimizers:
+        for optimizer in optimizers:
+            # The loss of another model, as in a GAN, can have left gradients.
+            optimizer.zero_grad()
+            if lr_at:
+                # Checkpoints contain "lr", and torch.load(weights_only=True) refuses NumPy numbers.
+                factor = float(lr_at(step))
                 for group in optimizer.param_groups:
                     group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         if not batches:
@@ -275,17 +278,19 @@ def evaluate(
         it returns true on any rank, all ranks return None after this round. On CUDA, they do so
         after the next one.
 
-    evaluate runs the model in evaluation mode and restores the earlier modes. With DDP, loss_fn
-    gets the module inside DDP.
+    evaluate runs the model in evaluation mode, without gradients, and restores the earlier modes.
+    With DDP, loss_fn gets the module inside DDP. First, all ranks get the buffers of rank 0, such
+    as BatchNorm statistics.
     """
     replica = getattr(model, "_orig_mod", model)  # torch.compile keeps the model there
     if isinstance(replica, nn.parallel.DistributedDataParallel):
-        # DDP's forward pass may send buffers. It would hang if ranks have different numbers of
-        # batches, so send them here. The first call updates DDP's list of buffers.
-        replica._assign_modules_buffers()
-        if replica.broadcast_buffers and replica.modules_buffers:
-            replica._sync_buffers()
+        # DDP's forward pass may send buffers, and would hang if ranks have different numbers of
+        # batches.
         model = replica.module
+    buffers = [*model.buffers()]
+    if buffers and dist.is_initialized():
+        # DDP sends its buffers with this function, too. 2**28: up to 256 MiB at once.
+        dist._broadcast_coalesced(dist.group.WORLD, buffers, 2**28, 0)  # type: ignore[arg-type]
     # A model can have buffers only, or nothing.
     device = next(chain(model.parameters(), model.buffers()), torch.zeros(0)).device
     modes = [(module, module.training) for module in model.modules()]

@@ -3,6 +3,7 @@
 `every_job` runs once for each number of ranks. The tests check what its ranks returned.
 """
 
+import copy
 import math
 import os
 from collections import UserDict
@@ -196,12 +197,15 @@ def evaluation(world):
     model = ddp_setup.replicate(normed(), world)
     norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
     norm.running_mean.fill_(0.1 * world.rank)
+    # as the average of the weights (EMA), which is not inside DDP
+    ema = copy.deepcopy(getattr(model, "module", model))
     batches = [(X[: 3 * i].float(), Y[: 3 * i].float()) for i in range(1, 7)]
     others = max(1, world.size - 1)
     shares = [batches[i::others] for i in range(others)]
     mine = (shares if world.size == 1 else [[], *shares])[world.rank]
     loss = loop.evaluate(model, mine, squares)
-    assert loop.evaluate(torch.compile(model, backend="eager"), mine, squares) == loss
+    for other in (torch.compile(model, backend="eager"), ema):
+        assert loop.evaluate(other, mine, squares) == loss
     return loss
 
 
@@ -535,6 +539,19 @@ def test_without_clip_the_gradient_is_not_changed():
     model = bare([0.0, 0.0])
     list(loop.train_(model, [sgd(model)], [([torch.tensor([[3e6, 4e6]]).double()], 1)], first))
     assert model.weight.tolist() == [[-3e6, -4e6]]
+
+
+def test_gradients_that_another_loss_has_made_are_not_part_of_a_step():
+    trained = []
+    for with_another in (False, True):
+        model = mlp()
+        steps = loop.train_(model, [sgd(model, 0.01)], divide_rows(BATCHES, ONE, 1), squares)
+        for _ in BATCHES:
+            if with_another:
+                squares(model, (X, Y))[0].backward()  # as the loss of a generator in a GAN
+            next(steps)
+        trained.append(weights(model))
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
 
 
 def test_clipping_uses_one_norm_for_all_optimizers():

@@ -49,7 +49,8 @@ def count_targets(batch):
 
 def loss_fn(model, batch):
     # The model returns the mean over the targets of this micro-batch, but train_ needs their sum:
-    # the mean of the means of unequal parts is not the mean of the whole.
+    # the mean of the means of unequal parts is not the mean of the whole. (Leave out micro-batches
+    # without a target: their mean is NaN.)
     count = count_targets(batch)
     return model(**batch).loss * count, count
 
