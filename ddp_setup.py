@@ -529,7 +529,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
-    Of two nested blocks, only the inner one notices a signal. spawn uses such a block.
+    Only the main thread can use this function or spawn. Of two nested blocks, only the inner one
+    notices a signal. spawn uses such a block.
     """
     received, owner = list[int](), os.getpid()
 
@@ -580,10 +581,12 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     """Run fn(*args) in `size` new processes on this machine, and return the exit code.
 
     Each process is a rank and must use process_group. `fn` must be at the top level of a module,
-    and `args` must be picklable. The script needs `if __name__ == "__main__":`. Until a rank uses
-    stop_signals, SIGTERM, SIGINT and SIGUSR1 have no effect on it, because they are blocked. They
-    are also blocked in processes that it has started before, but not by fork. terminate() does not
-    end these, so a rank can wait for them for ever.
+    and `args` must be picklable. Each rank gets its own copy of `args`. The script needs
+    `if __name__ == "__main__":`.
+
+    Until a rank uses stop_signals, SIGTERM, SIGINT and SIGUSR1 have no effect on it, because they
+    are blocked. They are also blocked in processes that it has started before, except by fork.
+    terminate() does not end such a process, so a rank can wait for it for ever.
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
     process sends SIGTERM to all ranks and continues to wait. A second SIGINT ends it as in
@@ -600,8 +603,9 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     """
     if size < 1:
         raise ValueError(f"size is {size}; spawn needs at least 1 process")
-    in_notebook = not hasattr(sys.modules["__main__"], "__file__")
-    if in_notebook and b"__main__" in pickle.dumps((fn, args)):
+    # torch would put the tensors of args into shared memory, and all ranks would train one model.
+    job = pickle.dumps((fn, args))
+    if not hasattr(sys.modules["__main__"], "__file__") and b"__main__" in job:
         raise ValueError(
             "a new process cannot import functions and classes of a notebook: write them to a .py "
             "file and import them from there, as extras/tutorial/notebook.ipynb does"
@@ -619,9 +623,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             try:
-                context = mp.spawn(
-                    _run_rank, (os.getpid(), port, size, fn, *args), size, join=False
-                )
+                context = mp.spawn(_run_rank, (os.getpid(), port, size, job), size, join=False)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             return _wait_for_ranks(context.processes, stop_requested, timeout, store)
@@ -673,10 +675,8 @@ def _wait_for_ranks(
     return 1 if code < 0 else code
 
 
-def _run_rank(
-    rank: int, parent: int, port: int, size: int, fn: Callable[..., None], *args: Any
-) -> None:
-    """Run fn(*args) with the variables that torchrun would set, and print its exception."""
+def _run_rank(rank: int, parent: int, port: int, size: int, job: bytes) -> None:
+    """Run a pickled (fn, args) with the variables that torchrun would set; print its exception."""
     _die_with_parent(parent)
     # With TORCHELASTIC_USE_AGENT_STORE, rank 0 does not serve the store, because the parent does.
     os.environ.update(
@@ -697,6 +697,7 @@ def _run_rank(
     # handlers of stop_signals, and do not import the script again.
     mp.set_start_method(None, force=True)
     try:
+        fn, args = pickle.loads(job)
         fn(*args)
     except KeyboardInterrupt:  # torch would exit with 0.
         sys.exit(130)

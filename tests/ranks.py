@@ -337,6 +337,18 @@ def end_with_a_daemon() -> None:
         torch.multiprocessing.Process(target=lambda: time.sleep(600), daemon=True).start()
 
 
+def train_a_model_from_the_parent(model: nn.Module, folder: Path) -> None:
+    """Make a step of which all ranks have the same gradient. Rank 1 makes it first."""
+    with ddp_setup.process_group("cpu", timeout=60) as world:
+        replica = ddp_setup.replicate(model, world)
+        replica(torch.ones(1, 3)).sum().backward()
+        for rank in (1, 0):
+            if rank == world.rank:
+                torch.optim.SGD(model.parameters(), lr=1.0).step()
+            dist.barrier()
+        torch.save(model.state_dict(), folder / f"{world.rank}")
+
+
 def raise_keyboard_interrupt() -> None:
     raise KeyboardInterrupt
 

@@ -3,6 +3,7 @@
 What the ranks do is in ranks.py.
 """
 
+import copy
 import ipaddress
 import json
 import multiprocessing
@@ -494,6 +495,16 @@ def test_a_detached_worker_of_a_dataloader_survives_stop_signals():
         command, capture_output=True, text=True, timeout=600, start_new_session=True, **START
     )
     assert (ran.returncode, ran.stdout) == (0, f"{[*range(9)]} True 0\n"), ran
+
+
+def test_each_rank_has_its_own_copy_of_a_model_that_was_passed_to_spawn(tmp_path):
+    model = nn.Linear(3, 1)
+    before = copy.deepcopy(model.state_dict())
+    assert ddp_setup.spawn(ranks.train_a_model_from_the_parent, 2, model, tmp_path) == 0
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    expected = {name: value - 1 for name, value in before.items()}  # the gradient is 1
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}"), expected, rtol=0, atol=1e-6)
 
 
 def test_a_spawned_rank_ends_although_a_worker_still_runs():
