@@ -529,8 +529,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
-    Only the main thread can use this function or spawn. Of two nested blocks, only the inner one
-    notices a signal. spawn uses such a block.
+    Only the main thread can use this function or spawn. Of two nested blocks, the outer one does
+    not notice signals that arrive in the inner one. spawn uses such a block.
     """
     received, owner = list[int](), os.getpid()
 
@@ -550,8 +550,12 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
                 # print() would fail if the signal has interrupted another print().
                 os.write(2, f"\n{notice}\n".encode())
 
+    handle.received = received  # type: ignore[attr-defined]
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    if hasattr(signal, "pthread_sigmask"):  # spawn starts its ranks with blocked signals.
+    # _run_rank has such a block, too. A signal that it has received counts here.
+    for outer in {*previous.values()}:
+        received += getattr(outer, "received", [])
+    if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield lambda: bool(received)
@@ -584,9 +588,8 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     and `args` must be picklable. Each rank gets its own copy of `args`. The script needs
     `if __name__ == "__main__":`.
 
-    Until a rank uses stop_signals, SIGTERM, SIGINT and SIGUSR1 have no effect on it, because they
-    are blocked. They are also blocked in processes that it has started before, except by fork.
-    terminate() does not end such a process, so a rank can wait for it for ever.
+    fn runs in a block of stop_signals. So SIGTERM, SIGINT and SIGUSR1 do not interrupt it, and if
+    it uses stop_signals itself, it also notices signals that have arrived before.
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
     process sends SIGTERM to all ranks and continues to wait. A second SIGINT ends it as in
@@ -616,7 +619,7 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
     with stop_signals() as stop_requested:
-        # A stop signal waits until a rank calls stop_signals. The resource tracker would unblock
+        # A stop signal waits until _run_rank calls stop_signals. The resource tracker would unblock
         # the signals, so it is started first.
         resource_tracker.ensure_running()
         others = mp.active_children()
@@ -689,16 +692,15 @@ def _run_rank(rank: int, parent: int, port: int, size: int, job: bytes) -> None:
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     os.environ.pop("TORCHELASTIC_RUN_ID", None)  # can be that of the parent's torchrun
-    # A forked worker of a DataLoader must not inherit blocked signals: at the end, Python sends it
-    # SIGTERM and waits for it.
-    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
-    os.register_at_fork(after_in_child=unblock)
     # Restore the default start method. If it is fork, the workers of a DataLoader inherit the
     # handlers of stop_signals, and do not import the script again.
     mp.set_start_method(None, force=True)
     try:
-        fn, args = pickle.loads(job)
-        fn(*args)
+        # spawn has blocked the signals. The processes that the rank starts must not inherit that:
+        # Python can end them by SIGTERM and then wait for them.
+        with stop_signals():
+            fn, args = pickle.loads(job)
+            fn(*args)
     except KeyboardInterrupt:  # torch would exit with 0.
         sys.exit(130)
     except Exception as error:

@@ -905,9 +905,10 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
-    # In an import of torch, KeyboardInterrupt can get lost or leave torch incomplete. train and
-    # spawn replace this handler.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    if not multiprocessing.parent_process():  # A spawned rank already has a handler.
+        # In an import of torch, KeyboardInterrupt can get lost or leave torch incomplete. train and
+        # spawn replace this handler.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_setup
+
+BLOCKED_AT_IMPORT = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def main(name: str, *args: str) -> None:
@@ -274,7 +277,8 @@ def rank_1_never_ends() -> None:
 def exit_inside_the_block(ranks: str, code: str) -> None:
     """The ranks in `ranks` call sys.exit(code) inside the `with` block; the others wait for them."""
     # A stop signal that arrives during the imports of a spawned rank must wait for stop_signals.
-    assert ddp_setup.STOP_SIGNALS <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert ddp_setup.STOP_SIGNALS <= BLOCKED_AT_IMPORT
+    assert not ddp_setup.STOP_SIGNALS & signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         with ddp_setup.process_group("cpu", timeout=60) as world:
             dist.barrier()
@@ -331,10 +335,20 @@ def interrupt_a_process_that_a_rank_has_started() -> None:
     sys.exit(child.exitcode)
 
 
-def end_with_a_daemon() -> None:
+def end_with_a_daemon(method: str) -> None:
     """As a rank ends whose DataLoader still has a worker. It never calls stop_signals."""
     with ddp_setup.process_group("cpu", timeout=60):
-        torch.multiprocessing.Process(target=lambda: time.sleep(600), daemon=True).start()
+        context = torch.multiprocessing.get_context(method)
+        context.Process(target=time.sleep, args=(600,), daemon=True).start()
+        other = subprocess.Popen(["sleep", "600"])
+        other.terminate()
+        assert other.wait() == -signal.SIGTERM
+
+
+def stop_before_stop_signals() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    with ddp_setup.stop_signals() as stop_requested:
+        sys.exit(0 if stop_requested() else 1)
 
 
 def train_a_model_from_the_parent(model: nn.Module, folder: Path) -> None:

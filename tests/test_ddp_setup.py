@@ -507,8 +507,13 @@ def test_each_rank_has_its_own_copy_of_a_model_that_was_passed_to_spawn(tmp_path
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}"), expected, rtol=0, atol=1e-6)
 
 
-def test_a_spawned_rank_ends_although_a_worker_still_runs():
-    command = [*SPAWN, "end_with_a_daemon"]
+def test_a_spawned_rank_notices_a_signal_that_arrived_before_it_used_stop_signals():
+    assert ddp_setup.spawn(ranks.stop_before_stop_signals, 2) == 0
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_spawned_rank_ends_although_a_worker_still_runs(method):
+    command = [*SPAWN, "end_with_a_daemon", method]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, **START)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", ""), ran
 
