@@ -160,7 +160,7 @@ def pad_batches(
     """Add batches to an evaluation, so that all ranks have the same number of them.
 
     Returns (batches, loss_fn) for loop.evaluate. A rank without batches gets the first batch of
-    another rank, which must be possible to pickle. The buffers of `model` become those of rank 0.
+    another rank, which must be possible to pickle.
     timeout: see pad_steps.
     """
     return _padded_batches(model, batches, timeout), partial(_padded_loss, loss_fn)
@@ -171,9 +171,6 @@ def _padded_batches(model: nn.Module, batches: Iterable[Any], timeout: float) ->
     first = list(islice(batches, 1))
     try:
         with _cpu_group(timeout) as group:
-            if dist.is_initialized():
-                for buffer in model.buffers():
-                    _broadcast_(buffer)
             spare = _lend_first(first, group)
             for batch in chain(first, batches):
                 _largest(1, group)
