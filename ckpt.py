@@ -142,7 +142,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
     ValueError on every rank if the state, the model and the optimizers do not fit together, for
     example because a parameter that was trained before is frozen now (so freeze it after this call)
-    or not in the optimizer. The model is then unchanged, but optimizers may have lost their state.
+    or not in the optimizer. The model is then unchanged (unless the step above has changed it, as
+    with Adam(eps=0)), but optimizers may have lost their state.
 
     Not supported are SparseAdam, LBFGS, optimizers that wrap another one (pass the inner one),
     optimizers whose step() has no argument `closure`, and those whose state is in param_groups

@@ -255,8 +255,8 @@ def _agree_on_run_id(store: dist.Store, world: World) -> str:
 
     The id is a random word of rank 0. It is for a prefix, because torchrun's store keeps all keys
     when it restarts the ranks, for example "reported". It also keeps old messages. So each other
-    rank sends a new random word, waits for the reply to this word, and sends the id
-    back. Queues need a store with libuv, torch's default on Linux and macOS.
+    rank sends a new random word, waits for the reply to this word, and sends the id back. Queues
+    need a store with libuv, torch's default on Linux and macOS.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """

@@ -141,11 +141,11 @@ def train_(
     model.train()
     for step, (batches, declared) in enumerate(steps, start):
         for optimizer in optimizers:
-            # The loss of another model, as in a GAN, can have left gradients.
-            optimizer.zero_grad()
-            if lr_at:
-                # Checkpoints contain "lr", and torch.load(weights_only=True) refuses NumPy numbers.
-                factor = float(lr_at(step))
+            optimizer.zero_grad()  # The loss of another model, as in a GAN, can leave gradients.
+        if lr_at:
+            # Checkpoints contain "lr", and torch.load(weights_only=True) refuses NumPy numbers.
+            factor = float(lr_at(step))
+            for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         if not batches:
@@ -186,8 +186,8 @@ def train_(
         in_a_row = (in_a_row + 1) * ~finite
         read = to_host(torch.stack([*sums[1:3], in_a_row, differ]))
         checks.append(partial(_read_flags, read, step + 1, declared, patience))
-        stopping = checks.pop(0)()  # or raise an error
-        yield step + 1, Report(loss, norm, sums[1], skipped, stopping)
+        # The check returns whether to stop, or raises an error.
+        yield step + 1, Report(loss, norm, sums[1], skipped, checks.pop(0)())
     for check in checks:
         check()
 

@@ -215,7 +215,8 @@ def _upload_texts(texts: Texts, url: str) -> None:
             try:
                 _upload_text(url, name, text)
             except OSError as error:
-                warnings.warn(f"{name} not written, the next save tries again: {error}")
+                message = f"{name} not written, the next save tries again: {error}"
+                warnings.warn(message, stacklevel=2)
 
 
 # -------------------------------------------------------------------------------------------- data

@@ -345,6 +345,13 @@ def end_with_a_daemon(method: str) -> None:
         assert other.wait() == -signal.SIGTERM
 
 
+def interrupt_main_of_run() -> None:
+    """As Ctrl-C in a rank of `run.py --spawn`, before train uses stop_signals."""
+    run = importlib.import_module("run")
+    run.cli.main = lambda **_: os.kill(os.getpid(), signal.SIGINT) or 5
+    run.main()
+
+
 def stop_before_stop_signals() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     with ddp_setup.stop_signals() as stop_requested:

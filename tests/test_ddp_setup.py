@@ -511,6 +511,10 @@ def test_a_spawned_rank_notices_a_signal_that_arrived_before_it_used_stop_signal
     assert ddp_setup.spawn(ranks.stop_before_stop_signals, 2) == 0
 
 
+def test_main_of_run_keeps_the_handler_that_spawn_has_installed():
+    assert ddp_setup.spawn(ranks.interrupt_main_of_run, 1) == 5
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_spawned_rank_ends_although_a_worker_still_runs(method):
     command = [*SPAWN, "end_with_a_daemon", method]

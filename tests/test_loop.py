@@ -619,6 +619,19 @@ def test_lr_at_scales_the_initial_rate_of_each_group_also_after_a_resume():
     assert rates == [[2.0, 0.5], [1.0, 0.25], [0.2, 0.05], [0.0, 0.0]]
 
 
+def test_lr_at_is_called_once_per_step_for_any_number_of_optimizers():
+    model, called = mlp(), []
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    steps = loop.train_(
+        model,
+        optimizers,
+        divide_rows(BATCHES, ONE, 1),
+        squares,
+        lr_at=lambda n: called.append(n) or 1.0,
+    )
+    assert len(list(steps)) == len(BATCHES) and called == [*range(len(BATCHES))]
+
+
 def test_lr_at_may_return_a_number_of_numpy():
     """torch.load(weights_only=True) would refuse a checkpoint with it."""
     model = mlp()
