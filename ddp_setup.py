@@ -23,15 +23,15 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,7 +42,6 @@ PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
@@ -121,8 +120,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
       reports it too, and often ends the ranks before one of them can.
     - Otherwise, the rank that failed first raises its own exception.
     Every other rank raises SystemExit in place of its exception. The exit code is the attribute
-    `exit_code` of the replaced exception, else 1. Under spawn, this holds for the reported
-    exception too.
+    `exit_code` of the replaced exception, else 1.
 
     Some ranks get no exception, and end with exit code 1:
     - a rank that has waited for the timeout;
@@ -135,7 +133,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     that ended cleanly, a program can call process_group again.
     """
     world = read_launch_env()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, nobody else ends its workers.
+    if "SPAWNED_BY" in os.environ:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # spawn has blocked them.
+        os.kill(int(os.environ["SPAWNED_BY"]), 0)  # OSError if spawn's process has ended
+    # If spawn's process or torchrun is killed, nobody else ends its ranks.
+    if {"SPAWNED_BY", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if world.size == 1:
         yield _select_device(device, world)
@@ -550,11 +552,7 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
                 # print() would fail if the signal has interrupted another print().
                 os.write(2, f"\n{notice}\n".encode())
 
-    handle.received = received  # type: ignore[attr-defined]
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    # _run_rank has such a block, too. A signal that it has received counts here.
-    for outer in {*previous.values()}:
-        received += getattr(outer, "received", [])
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
@@ -581,15 +579,18 @@ def detach_worker(worker_id: int) -> None:
 # ----------------------------------------------------------- starting several ranks on this machine
 
 
-def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.inf) -> int:
-    """Run fn(*args) in `size` new processes on this machine, and return the exit code.
+def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
+    """Run a command in `size` processes on this machine, and return the exit code.
 
-    Each process is a rank and must use process_group. `fn` must be at the top level of a module,
-    and `args` must be picklable. Each rank gets its own copy of `args`. The script needs
-    `if __name__ == "__main__":`.
+    Each process is a rank, with the variables that torchrun would set, and must use process_group.
+    A script can start itself:
 
-    fn runs in a block of stop_signals. So SIGTERM, SIGINT and SIGUSR1 do not interrupt it, and if
-    it uses stop_signals itself, it also notices signals that have arrived before.
+        if "RANK" in os.environ:
+            main()
+        else:
+            sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
+
+    Until a rank calls process_group or stop_signals, SIGTERM, SIGINT and SIGUSR1 wait.
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
     process sends SIGTERM to all ranks and continues to wait. A second SIGINT ends it as in
@@ -598,55 +599,60 @@ def spawn(fn: Callable[..., None], size: int, *args: Any, timeout: float = math.
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
         are killed.
 
-    The result is 0, or the exit code of the rank that failed first (1 if a signal killed it). But
-    if a rank fails or does not end, and no rank has reported an error through process_group,
-    ChildProcessError names that rank. (It is not raised for the exit code 130, as after Ctrl-C, and
-    not if all ranks exit with the same code and no signal killed them.)
-    ValueError if size < 1, on Windows, and if `fn` or `args` need code of a notebook.
+    The result is 0, or the exit code of the rank that failed first (128 + N if signal N ended it).
+    But if a rank fails or does not end, and no rank has reported an error through process_group,
+    ChildProcessError names that rank. (It is not raised after Ctrl-C, and not if all ranks exit
+    with the same code and no signal ended them.)
+    ValueError if size < 1, in a process that is a rank, and on Windows.
     """
     if size < 1:
         raise ValueError(f"size is {size}; spawn needs at least 1 process")
-    # torch would put the tensors of args into shared memory, and all ranks would train one model.
-    job = pickle.dumps((fn, args))
-    if not hasattr(sys.modules["__main__"], "__file__") and b"__main__" in job:
-        raise ValueError(
-            "a new process cannot import functions and classes of a notebook: write them to a .py "
-            "file and import them from there, as extras/tutorial/notebook.ipynb does"
-        )
+    if "RANK" in os.environ:
+        raise ValueError("a launcher has started this process; it cannot start ranks of its own")
     if sys.platform == "win32":
         raise ValueError("several processes on Windows are not supported: use WSL2")
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+    # With TORCHELASTIC_USE_AGENT_STORE, rank 0 does not serve the store, because this process does.
+    env = {
+        **os.environ,
+        "WORLD_SIZE": f"{size}",
+        "LOCAL_WORLD_SIZE": f"{size}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "SPAWNED_BY": f"{os.getpid()}",
+    }
+    ranks = list[subprocess.Popen[bytes]]()
     with stop_signals() as stop_requested:
-        # A stop signal waits until _run_rank calls stop_signals. The resource tracker would unblock
-        # the signals, so it is started first.
-        resource_tracker.ensure_running()
-        others = mp.active_children()
         try:
+            # The ranks inherit that the stop signals are blocked. So these wait until a rank can
+            # handle them.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             try:
-                context = mp.spawn(_run_rank, (os.getpid(), port, size, job), size, join=False)
+                for rank in range(size):
+                    own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+                    ranks.append(subprocess.Popen(command, env=env | own))
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            return _wait_for_ranks(context.processes, stop_requested, timeout, store)
-        except BaseException:  # KeyboardInterrupt, or the system could not start all ranks
-            for rank in {*mp.active_children()}.difference(others):
-                rank.kill()
-            raise
+            return _wait_for_ranks(ranks, stop_requested, timeout, store)
+        finally:  # KeyboardInterrupt, or the system could not start all ranks
+            for process in ranks:
+                process.kill()
 
 
 def _wait_for_ranks(
-    ranks: list[Any], stop_requested: Callable[[], bool], timeout: float, store: dist.Store
+    ranks: list[subprocess.Popen[bytes]],
+    stop_requested: Callable[[], bool],
+    timeout: float,
+    store: dist.Store,
 ) -> int:
-    """Wait until all ranks have ended, as `spawn` describes.
-
-    torch's ProcessContext.join does not notice a rank that hangs after another has ended with 0.
-    """
+    """Wait until all ranks have ended, as `spawn` describes."""
     to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
     while True:
         now = time.monotonic()
-        codes = [rank.exitcode for rank in ranks]
+        codes = [rank.poll() for rank in ranks]
         if not code and any(codes):
             code = next(filter(None, codes))
             failed = codes.index(code)
@@ -673,44 +679,14 @@ def _wait_for_ranks(
             to_stop.pop().terminate()
         time.sleep(0.02)
     # `problem` is empty if a rank has reported its error.
-    if problem and code != 130 and (code < 0 or {*codes} != {code}):
+    if problem and code not in (130, -signal.SIGINT) and (code < 0 or {*codes} != {code}):
         raise ChildProcessError(problem)
-    return 1 if code < 0 else code
-
-
-def _run_rank(rank: int, parent: int, port: int, size: int, job: bytes) -> None:
-    """Run a pickled (fn, args) with the variables that torchrun would set; print its exception."""
-    _die_with_parent(parent)
-    # With TORCHELASTIC_USE_AGENT_STORE, rank 0 does not serve the store, because the parent does.
-    os.environ.update(
-        RANK=f"{rank}",
-        LOCAL_RANK=f"{rank}",
-        WORLD_SIZE=f"{size}",
-        LOCAL_WORLD_SIZE=f"{size}",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=f"{port}",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # can be that of the parent's torchrun
-    # Restore the default start method. If it is fork, the workers of a DataLoader inherit the
-    # handlers of stop_signals, and do not import the script again.
-    mp.set_start_method(None, force=True)
-    try:
-        # spawn has blocked the signals. The processes that the rank starts must not inherit that:
-        # Python can end them by SIGTERM and then wait for them.
-        with stop_signals():
-            fn, args = pickle.loads(job)
-            fn(*args)
-    except KeyboardInterrupt:  # torch would exit with 0.
-        sys.exit(130)
-    except Exception as error:
-        print(f"rank {rank}: {traceback.format_exc()}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 1))
+    return 128 - code if code < 0 else code
 
 
 def _die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends (Linux only)."""
     # 9 is SIGKILL, which has no name on Windows.
-    mp._prctl_pr_set_pdeathsig(9)  # type: ignore[attr-defined]
+    torch.multiprocessing._prctl_pr_set_pdeathsig(9)  # type: ignore[attr-defined]
     if os.getppid() != parent:
         os._exit(1)

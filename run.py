@@ -19,7 +19,6 @@ import gc
 import importlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import signal
@@ -874,13 +873,12 @@ def cli(**values: Any) -> int:
     # Block the stop signals until stop_signals() or spawn() can take them.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
-    if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
+    if flags.spawn is None or "SPAWNED_BY" in os.environ:  # This process is a rank.
         return train(flags, given)
-    if "RANK" in os.environ:
-        raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
     gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
     size = flags.spawn or gpus or ddp_setup.available_cpus()
-    return ddp_setup.spawn(main, size, timeout=flags.timeout)
+    with usage_errors("--spawn: "):
+        return ddp_setup.spawn([sys.executable, *sys.orig_argv[1:]], size, flags.timeout)
 
 
 with optional:
@@ -890,7 +888,7 @@ with optional:
 
 
 def main() -> None:
-    """Run the command line and exit with its code. Each spawned process calls this too.
+    """Run the command line and exit with its code.
 
     Expected errors become one line. Others get a traceback, unless extras/hints.py knows a remedy.
     """
@@ -905,10 +903,9 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
-    if not multiprocessing.parent_process():  # A spawned rank already has a handler.
-        # In an import of torch, KeyboardInterrupt can get lost or leave torch incomplete. train and
-        # spawn replace this handler.
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    # In an import of torch, KeyboardInterrupt can get lost or leave torch incomplete. train and
+    # spawn replace this handler.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:

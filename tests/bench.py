@@ -16,6 +16,7 @@ can reach at best.
 
 import gc
 import hashlib
+import importlib
 import importlib.util
 import json
 import math
@@ -44,6 +45,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from call import spawn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
@@ -475,7 +477,9 @@ def scaling() -> Iterator[Row]:
 def on_ranks(size: int, *job: Any) -> dict[str, float]:
     """Return what time_steps measured on `size` ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        assert ddp_setup.spawn(time_steps, size, f"{folder}/found", *job) == 0
+        assert (
+            spawn(importlib.import_module("bench").time_steps, size, f"{folder}/found", *job) == 0
+        )
         return json.loads(Path(f"{folder}/found").read_text())
 
 

@@ -167,7 +167,7 @@ class Program:
 
     def children(self) -> list[int]:
         """Return the ids of the ranks that --spawn started, in the order of ranks."""
-        return self.family("spawn_main")
+        return self.family("\0SPAWNED_BY=")
 
     def read_to(self, what: str) -> None:
         """Read the output up to a line that begins with `what`."""

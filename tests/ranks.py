@@ -42,7 +42,7 @@ def main(name: str, *args: str) -> None:
 def spawn(name: str, *args: str) -> int:
     timeout = 3 if name == "rank_1_never_ends" else 60
     try:
-        return ddp_setup.spawn(main, 2, name, *args, timeout=timeout)
+        return ddp_setup.spawn([sys.executable, "-m", "ranks", name, *args], 2, timeout)
     except ChildProcessError as error:
         print(f"spawn: {error}", file=sys.stderr, flush=True)
         return 1
@@ -65,16 +65,6 @@ class BadNumber(ValueError):
 def read_on_rank_1(rank: int, error: type[Exception] = BadRecord) -> None:
     if rank == 1:
         raise error("file", 7)
-
-
-def fail_on_rank_1_with_an_exit_code() -> None:
-    with ddp_setup.process_group("cpu", timeout=60) as world:
-        dist.barrier()
-        if world.rank == 1:
-            error = RuntimeError("the cause")
-            error.exit_code = 7
-            raise error
-        dist.barrier()
 
 
 def agree_and_fail(folder: str, failing: str, error: str = "the cause") -> None:
@@ -278,9 +268,9 @@ def exit_inside_the_block(ranks: str, code: str) -> None:
     """The ranks in `ranks` call sys.exit(code) inside the `with` block; the others wait for them."""
     # A stop signal that arrives during the imports of a spawned rank must wait for stop_signals.
     assert ddp_setup.STOP_SIGNALS <= BLOCKED_AT_IMPORT
-    assert not ddp_setup.STOP_SIGNALS & signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         with ddp_setup.process_group("cpu", timeout=60) as world:
+            assert not ddp_setup.STOP_SIGNALS & signal.pthread_sigmask(signal.SIG_BLOCK, [])
             dist.barrier()
             if str(world.rank) in ranks:
                 sys.exit(int(code))
@@ -358,24 +348,12 @@ def stop_before_stop_signals() -> None:
         sys.exit(0 if stop_requested() else 1)
 
 
-def train_a_model_from_the_parent(model: nn.Module, folder: Path) -> None:
-    """Make a step of which all ranks have the same gradient. Rank 1 makes it first."""
-    with ddp_setup.process_group("cpu", timeout=60) as world:
-        replica = ddp_setup.replicate(model, world)
-        replica(torch.ones(1, 3)).sum().backward()
-        for rank in (1, 0):
-            if rank == world.rank:
-                torch.optim.SGD(model.parameters(), lr=1.0).step()
-            dist.barrier()
-        torch.save(model.state_dict(), folder / f"{world.rank}")
-
-
 def raise_keyboard_interrupt() -> None:
     raise KeyboardInterrupt
 
 
 def raise_without_catching() -> None:
-    raise ValueError("the function does not catch this")
+    raise ValueError("nobody catches this")
 
 
 def train_in_two_parts_on_four_three_and_two_ranks() -> None:

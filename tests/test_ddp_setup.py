@@ -3,7 +3,6 @@
 What the ranks do is in ranks.py.
 """
 
-import copy
 import ipaddress
 import json
 import multiprocessing
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import call
 import pytest
 import ranks
 import torch
@@ -347,7 +347,7 @@ def test_without_a_device_the_best_one_is_used(alone):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="SyncBatchNorm needs one GPU per rank")
 def test_sync_batch_norm_uses_the_statistics_of_all_ranks():
-    assert ddp_setup.spawn(ranks.compare_batch_norm_statistics, 2) == 0
+    assert call.spawn(ranks.compare_batch_norm_statistics, 2) == 0
 
 
 # ------------------------------------------------------------------------------------- stop signals
@@ -497,22 +497,12 @@ def test_a_detached_worker_of_a_dataloader_survives_stop_signals():
     assert (ran.returncode, ran.stdout) == (0, f"{[*range(9)]} True 0\n"), ran
 
 
-def test_each_rank_has_its_own_copy_of_a_model_that_was_passed_to_spawn(tmp_path):
-    model = nn.Linear(3, 1)
-    before = copy.deepcopy(model.state_dict())
-    assert ddp_setup.spawn(ranks.train_a_model_from_the_parent, 2, model, tmp_path) == 0
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    expected = {name: value - 1 for name, value in before.items()}  # the gradient is 1
-    for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}"), expected, rtol=0, atol=1e-6)
-
-
 def test_a_spawned_rank_notices_a_signal_that_arrived_before_it_used_stop_signals():
-    assert ddp_setup.spawn(ranks.stop_before_stop_signals, 2) == 0
+    assert call.spawn(ranks.stop_before_stop_signals, 2) == 0
 
 
-def test_main_of_run_keeps_the_handler_that_spawn_has_installed():
-    assert ddp_setup.spawn(ranks.interrupt_main_of_run, 1) == 5
+def test_in_a_spawned_rank_of_run_a_signal_waits_for_stop_signals():
+    assert call.spawn(ranks.interrupt_main_of_run, 1) == 5
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -522,81 +512,59 @@ def test_a_spawned_rank_ends_although_a_worker_still_runs(method):
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", ""), ran
 
 
-def test_spawn_returns_the_exit_code_of_the_exception_that_ended_a_rank(capfd):
-    assert ddp_setup.spawn(ranks.fail_on_rank_1_with_an_exit_code, 2) == 7
-    errors = capfd.readouterr().err
-    assert errors.count("Traceback") == 1 and "rank 1: Traceback" in errors, errors
-
-
 @pytest.mark.parametrize("size", [0, -1])
 def test_spawn_refuses_to_start_no_process(size):
     with pytest.raises(ValueError, match=f"size is {size}; spawn needs at least 1 process"):
-        ddp_setup.spawn(ranks.fail_on_rank_1_with_an_exit_code, size)
+        ddp_setup.spawn(["true"], size)
+
+
+def test_a_rank_cannot_spawn(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="a launcher has started this process"):
+        ddp_setup.spawn(["true"], 2)
 
 
 def test_a_spawn_that_cannot_start_leaves_the_signal_mask_as_it_was():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
-        with pytest.raises(Exception, match="pickle"):
-            ddp_setup.spawn(lambda: None, 1)
+        with pytest.raises(FileNotFoundError, match="no/such/program"):
+            ddp_setup.spawn(["no/such/program"], 1)
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 AT_A_PROMPT = """
-import multiprocessing, os, signal, sys, threading, time
+import os, signal, subprocess, sys, threading, time
 import ddp_setup
 sys.ps1 = ">>> "  # as in an interactive Python and in a notebook
-other = multiprocessing.Process(target=time.sleep, args=(300,))
-other.start()
-seen = int(sys.argv[1])
-def start_slowly(rank, start=multiprocessing.context.SpawnProcess.start):
-    start(rank)
-    for _ in range(100):  # After one long sleep, Python would run the handler once for both signals.
-        time.sleep(0.01)
-multiprocessing.context.SpawnProcess.start = start_slowly
+ranks, count = [], int(sys.argv[1])
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **more):
+        while len(ranks) == count:  # One long sleep would run the handler once for both signals.
+            time.sleep(0.01)
+        super().__init__(*args, **more)
+        ranks.append(self)
+subprocess.Popen = Popen
 def interrupt_twice():
-    while len(multiprocessing.active_children()) < 1 + seen:
+    while len(ranks) < count:
         time.sleep(0.001)
     for _ in range(2):
         time.sleep(0.4)
         os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt_twice).start()
 try:
-    ddp_setup.spawn(time.sleep, 2, 300)
+    ddp_setup.spawn([sys.executable, "-c", "import time; time.sleep(300)"], 2)
 except KeyboardInterrupt:
-    end = time.monotonic() + 60
-    while multiprocessing.active_children() != [other] and time.monotonic() < end:
-        time.sleep(0.01)
-    print(multiprocessing.active_children() == [other])
-    other.kill()
+    print([rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * count)
 """
 
 
-@pytest.mark.parametrize("seen", [1, 2])  # number of ranks that have started before
-def test_at_a_python_prompt_a_second_sigint_ends_the_ranks_but_not_the_process(seen):
-    command = [sys.executable, "-c", AT_A_PROMPT, f"{seen}"]
+@pytest.mark.parametrize("count", [1, 2])  # number of ranks that have started before
+def test_at_a_python_prompt_a_second_sigint_ends_the_ranks_but_not_the_process(count):
+    command = [sys.executable, "-c", AT_A_PROMPT, f"{count}"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, **START)
     assert (ran.returncode, ran.stdout) == (0, "True\n"), ran
-
-
-IN_A_NOTEBOOK = """
-import time, ddp_setup  # like a notebook, a program after -c has no file
-def sleep(seconds):
-    time.sleep(seconds)
-print(ddp_setup.spawn(time.sleep, 1, 0))
-ddp_setup.spawn(sleep, 1, 0)
-"""
-
-
-def test_spawn_in_a_notebook_runs_functions_of_modules_only():
-    command = [sys.executable, "-c", IN_A_NOTEBOOK]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, **START)
-    assert (ran.returncode, ran.stdout) == (1, "0\n"), ran
-    assert (
-        "ValueError: a new process cannot import functions and classes of a notebook" in ran.stderr
-    )
 
 
 # ------------------------------------------------------------------------------------ several ranks
@@ -653,8 +621,8 @@ def runs(tmp_path_factory):
             for process in processes:
                 process.kill()
 
-    def spawned(name: str, *args: str, writes: bool = False, **env: str):
-        return partial(launch, ["spawn"], name, *args, writes=writes, envs=[env])
+    def spawned(name: str, *args: str, writes: bool = False):
+        return partial(launch, ["spawn"], name, *args, writes=writes, envs=[{}])
 
     def without_launcher(name: str, *args: str, writes: bool = False) -> Ended:
         """Start two ranks by hand. Rank 0 serves the store, as under srun."""
@@ -682,8 +650,7 @@ def runs(tmp_path_factory):
             exit_7=spawned("exit_inside_the_block", "1", "7"),
             exit_0=spawned("exit_inside_the_block", "1", "0"),
             second_error=spawned("fail_in_the_second_group", "error"),
-            # The parent can be a worker of torchrun.
-            second_killed=spawned("fail_in_the_second_group", "killed", TORCHELASTIC_RUN_ID="1"),
+            second_killed=spawned("fail_in_the_second_group", "killed"),
             second_alone=partial(without_launcher, "fail_in_the_second_group", "error"),
             two_alone=partial(without_launcher, "two_groups_one_after_the_other"),
         ) as begun,
@@ -836,7 +803,7 @@ def test_ranks_that_wait_for_one_another_are_named_with_their_lines(runs):
     assert ended.codes == [1] and ended.lines() == [
         f"Error: no progress for 4 s: rank 0 at {waits}, rank 1 at {sleeps}"
     ]
-    calls = line_of("code = globals()[name](*args)")
+    calls = f"{line_of('code = globals()[name](*args)')} < {line_of('main(*sys.argv[1:])')}"
     assert f": rank 0 at {waits} < {calls}, rank 1 at {sleeps} < {calls}\n" in ended.errors
 
 
@@ -1006,8 +973,9 @@ def test_a_rank_that_hangs_after_another_has_ended_is_killed_and_named(runs):
         ([0, 5, 3], True, 5),
         ([-9], False, "rank 0 was killed by SIGKILL"),
         ([-9, -9], False, "rank 0 was killed by SIGKILL"),
-        ([-15, 1], True, 1),  # The rank that was killed ended first.
+        ([-15, 1], True, 128 + 15),  # The rank that was killed ended first.
         ([0, 130], False, 130),
+        ([0, -signal.SIGINT], False, 130),
         ([5, 130], False, "rank 0 ended with exit code 5"),
     ],
     ids=str,
@@ -1015,7 +983,10 @@ def test_a_rank_that_hangs_after_another_has_ended_is_killed_and_named(runs):
 def test_the_exit_codes_of_the_ranks_and_whether_one_has_reported_decide_the_result_of_spawn(
     codes, reported, expected
 ):
-    ended, store = [SimpleNamespace(exitcode=code) for code in codes], dist.HashStore()
+    ended, store = (
+        [SimpleNamespace(poll=lambda code=code: code) for code in codes],
+        dist.HashStore(),
+    )
     if reported:
         store.add("0/group 0/reported", 1)
     try:
@@ -1067,17 +1038,17 @@ def test_an_error_in_a_second_group_is_reported_although_the_first_group_failed_
 
 
 def test_a_keyboard_interrupt_in_a_rank_is_not_a_success():
-    assert ddp_setup.spawn(ranks.raise_keyboard_interrupt, 1) == 130
+    assert call.spawn(ranks.raise_keyboard_interrupt, 1) == 130
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="has no fork")
 def test_processes_that_a_spawned_rank_starts_inherit_the_handlers_of_stop_signals():
-    assert ddp_setup.spawn(ranks.interrupt_a_process_that_a_rank_has_started, 1) == 0
+    assert call.spawn(ranks.interrupt_a_process_that_a_rank_has_started, 1) == 0
 
 
-def test_an_exception_that_the_function_does_not_catch_is_printed(capfd):
-    assert ddp_setup.spawn(ranks.raise_without_catching, 1) == 1
-    assert "ValueError: the function does not catch this" in capfd.readouterr().err
+def test_an_exception_that_a_rank_does_not_catch_is_printed(capfd):
+    assert call.spawn(ranks.raise_without_catching, 1) == 1
+    assert "ValueError: nobody catches this" in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------- around a whole run

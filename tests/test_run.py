@@ -1229,11 +1229,11 @@ def test_spawn_without_a_number_starts_a_process_per_gpu_or_per_cpu_core(
 ):
     started = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 77)
-    monkeypatch.setattr(ddp_setup, "spawn", lambda *args, **more: started.append((args, more)))
+    monkeypatch.setattr(ddp_setup, "spawn", lambda *args: started.append(args))
     monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)  # not in this process
     flags = ["--spawn", "--timeout", "5", "--device", device]
     program_module.cli.main(flags, standalone_mode=False)
-    assert started == [((program_module.main, count), {"timeout": 5.0})]
+    assert started == [([sys.executable, *sys.orig_argv[1:]], count, 5.0)]
 
 
 def test_a_module_that_is_missing_is_named_in_one_line(tmp_path):

@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import call
 import pytest
 import torch
 import torch.nn.functional as F
@@ -333,7 +334,7 @@ def test_in_one_process_synchronised_batch_norm_changes_nothing(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="SyncBatchNorm needs a GPU per rank")
 def test_on_two_ranks_synchronised_batch_norm_gives_the_weights_of_one_rank(tmp_path):
     cnn(str(tmp_path / "alone"), "cuda")
-    assert ddp_setup.spawn(cnn, 2, str(tmp_path / "together"), "cuda") == 0
+    assert call.spawn(cnn, 2, str(tmp_path / "together"), "cuda") == 0
     state, reference = outcome(tmp_path / "together"), outcome(tmp_path / "alone")
     assert state["right"] == reference["right"]
     torch.testing.assert_close(state["losses"], reference["losses"], **PROMISED)

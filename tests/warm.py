@@ -73,6 +73,7 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = [name, *request["args"]]
+    sys.orig_argv = [sys.executable, *sys.argv]
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     runpy.run_path(request["program"], run_name="__main__")
     sys.exit()  # After this or an exception, Python shuts down as in a process that was not forked.

@@ -163,7 +163,7 @@ def test_if_a_rank_is_killed_the_other_ends_with_one_line(tmp_path, cuda, interv
     flags += ["--eval-every", interval, "--save-every", interval]
     with Program(*flags, launcher=two_ranks(cuda), env=cuda) as program:
         program.read_lines(3)
-        os.kill(program.family("spawn_main" if program.children() else "NCCL_HOSTID=1")[-1], 9)
+        os.kill(program.family("SPAWNED_BY=" if program.children() else "NCCL_HOSTID=1")[-1], 9)
         ran = program.finish()
     assert re.fullmatch("Error: .*rank 1 .*(killed by SIGKILL|connection lost).*\n", ran.err), ran
     assert ran.code in (1, 9)  # one_gpu.py ends with the code of the rank that was killed
@@ -366,7 +366,8 @@ def main():
         torch.cuda.synchronize()
 
 if __name__ == "__main__":
-    sys.exit(main() if "RANK" in os.environ else ddp_setup.spawn(main, 2))
+    again = [sys.executable, *sys.orig_argv[1:]]
+    sys.exit(main() if "RANK" in os.environ else ddp_setup.spawn(again, 2))
 """
 
 

@@ -9,6 +9,7 @@ import signal
 from functools import partial
 from itertools import islice, product
 
+import call
 import numpy as np
 import pytest
 import torch
@@ -423,7 +424,7 @@ def in_turn(folder: str, job, sizes=(3, 2)) -> None:
 def ranks(tmp_path_factory):
     """Return a function: number of ranks -> list of what each rank returned."""
     folder = tmp_path_factory.mktemp("ranks")
-    assert ddp_setup.spawn(in_turn, 3, str(folder), every_job) == 0
+    assert call.spawn(in_turn, 3, str(folder), every_job) == 0
     return lambda size: [torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)]
 
 
@@ -431,7 +432,7 @@ def ranks(tmp_path_factory):
 def starts(tmp_path_factory):
     """Return a function: number of ranks -> list of what `start` returned on each."""
     folder = tmp_path_factory.mktemp("starts")
-    assert ddp_setup.spawn(in_turn, 4, str(folder), start, (4, 2)) == 0
+    assert call.spawn(in_turn, 4, str(folder), start, (4, 2)) == 0
     return lambda size: [torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)]
 
 
@@ -661,7 +662,7 @@ def continued(folder, cells, at, end, optimizer="adamw"):
     """Return {(kind, writer, reader): curves from step `at` to `end`, and final weights}."""
     how = {"folder": str(folder), "cells": cells, "at": at, "optimizer": optimizer}
     for job in (partial(write_all, **how), partial(read_all, **how, end=end)):
-        assert ddp_setup.spawn(in_turn, 3, str(folder), job) == 0
+        assert call.spawn(in_turn, 3, str(folder), job) == 0
     return {
         cell: found
         for size in (1, 2, 3)

@@ -8,6 +8,7 @@ import os
 import pickle
 from itertools import islice
 
+import call
 import numpy as np
 import pytest
 import torch
@@ -378,7 +379,7 @@ def in_turn(folder):
 def ranks(tmp_path_factory):
     """Return a function: number of ranks -> list of what each rank returned."""
     folder = tmp_path_factory.mktemp("ranks")
-    assert ddp_setup.spawn(in_turn, 3, str(folder)) == 0
+    assert call.spawn(in_turn, 3, str(folder)) == 0
     return lambda size: [torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)]
 
 

@@ -8,6 +8,7 @@ import re
 import sys
 from itertools import islice
 
+import call
 import numpy as np
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_each_flipped_bit_is_found_on_all_ranks_and_equal_ranks_cause_no_alarm(
 ):
     torture = request.config.option.markexpr == "torture"
     count, healthy = (10_000, 50) if torture else (300, 2)
-    assert ddp_setup.spawn(flip_bits, size, f"{tmp_path}", size, count, healthy) == 0
+    assert call.spawn(flip_bits, size, f"{tmp_path}", size, count, healthy) == 0
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     assert all(result == results[0] for result in results) and len(results[0]) == count
     for rank, wrong, alarms in results[0]:

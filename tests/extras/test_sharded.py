@@ -18,6 +18,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import call
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +28,6 @@ from test_reader import Calls
 from torch import nn
 
 import ckpt
-import ddp_setup
 from extras import reader, sharded
 
 KINDS = [
@@ -309,7 +309,7 @@ def every_job(folder, world):
 def ranks(tmp_path_factory):
     """Return (a function: number of ranks -> what each returned, the folder of checkpoints)."""
     folder = tmp_path_factory.mktemp("ranks")
-    assert ddp_setup.spawn(in_turn, 3, str(folder), functools.partial(every_job, str(folder))) == 0
+    assert call.spawn(in_turn, 3, str(folder), functools.partial(every_job, str(folder))) == 0
     return lambda size: [
         torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)
     ], folder

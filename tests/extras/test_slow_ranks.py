@@ -7,6 +7,7 @@ on the speed of the machine, except for the one that slows a rank of the real pr
 import re
 import sys
 
+import call
 import pytest
 import torch
 from conftest import ROOT, TINY, run
@@ -86,13 +87,13 @@ def all_slow_from_10(rank, step):
     ],
 )
 def test_no_rank_is_named_without_reason(tmp_path, size, case):
-    assert ddp_setup.spawn(compare, size, f"{tmp_path}", case.__name__) == 0
+    assert call.spawn(compare, size, f"{tmp_path}", case.__name__) == 0
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)] == [[]] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_rank_0_names_a_slow_rank_once(tmp_path, size):
-    assert ddp_setup.spawn(compare, size, f"{tmp_path}", "slow_from_10") == 0
+    assert call.spawn(compare, size, f"{tmp_path}", "slow_from_10") == 0
     (line, step), *others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(size))
     assert "rank 1 takes 3.0 times as long" in line and "the last 15 steps" in line
     # Slow in steps 10 to 24; the all-reduce after step 24 is read after step 29.

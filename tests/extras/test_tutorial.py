@@ -150,11 +150,8 @@ def slow(*args, save=ckpt.save, **more):
 ckpt.save = slow
 """
 SPAWN = """
-import runpy, sys, ddp_setup
-def start():
-    runpy.run_path("train.py", run_name="__main__")
-if __name__ == "__main__":
-    sys.exit(ddp_setup.spawn(start, 2))
+import sys, ddp_setup
+sys.exit(ddp_setup.spawn([sys.executable, "train.py"], 2))
 """
 
 

@@ -227,7 +227,7 @@ def test_a_torchrun_agent_that_is_killed_leaves_no_worker(trials, short, tmp_pat
 # --------------------------------------------------------- programs without a fault end without one
 
 COPIED = """
-import sys
+import os, sys
 import torch
 from ddp_setup import any_rank, from_rank_zero, process_group, replicate, spawn, wait_together
 
@@ -242,7 +242,8 @@ def main():
         wait_together(lambda: print(f"finished {world.rank}\\n", end="", flush=True), world)
 
 if __name__ == "__main__":
-    sys.exit(spawn(main, 2) if "--spawn" in sys.argv else main())
+    first = "--spawn" in sys.argv and "RANK" not in os.environ
+    sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2) if first else main())
 """
 EXTRA = """
 import time
