@@ -875,10 +875,11 @@ def cli(**values: Any) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     if flags.spawn is None or "SPAWNED_BY" in os.environ:  # This process is a rank.
         return train(flags, given)
+    if "RANK" in os.environ:
+        raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
     gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
     size = flags.spawn or gpus or ddp_setup.available_cpus()
-    with usage_errors("--spawn: "):
-        return ddp_setup.spawn([sys.executable, *sys.orig_argv[1:]], size, flags.timeout)
+    return ddp_setup.spawn([sys.executable, *sys.orig_argv[1:]], size, flags.timeout)
 
 
 with optional:
