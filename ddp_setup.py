@@ -14,7 +14,6 @@ the processes that `spawn` starts. If a rank fails, all ranks end, and as a rule
 reports the cause.
 """
 
-import functools
 import json
 import math
 import os
@@ -32,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -135,8 +135,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     world = read_launch_env()
     if "SPAWNED_BY" in os.environ:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # spawn has blocked them.
-        os.kill(int(os.environ["SPAWNED_BY"]), 0)  # OSError if spawn's process has ended
-    # If spawn's process or torchrun is killed, nobody else ends its ranks.
+    # If torchrun or the command of spawn is killed, nobody else ends its children.
     if {"SPAWNED_BY", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if world.size == 1:
@@ -229,7 +228,7 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     return cpus
 
 
-@functools.cache
+@cache
 def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
     """Connect to the store, a TCPStore of torch that all ranks share.
 
@@ -624,6 +623,7 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "SPAWNED_BY": f"{os.getpid()}",
     }
+    end_with_this_process = partial(_die_with_parent, os.getpid())
     ranks = list[subprocess.Popen[bytes]]()
     with stop_signals() as stop_requested:
         try:
@@ -633,7 +633,9 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
             try:
                 for rank in range(size):
                     own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-                    ranks.append(subprocess.Popen(command, env=env | own))
+                    ranks.append(
+                        subprocess.Popen(command, env=env | own, preexec_fn=end_with_this_process)
+                    )
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             return _wait_for_ranks(ranks, stop_requested, timeout, store)

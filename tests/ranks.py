@@ -48,6 +48,13 @@ def spawn(name: str, *args: str) -> int:
         return 1
 
 
+def spawn_in_a_shell(*args: str) -> int:
+    """Start ranks that are not children of this process, but grandchildren."""
+    return ddp_setup.spawn(
+        ["sh", "-c", '"$@"; true', "sh", sys.executable, "-m", "ranks", *args], 2
+    )
+
+
 class BadRecord(OSError):
     """An error that pickle cannot copy, because it would call BadRecord("FILE, line N")."""
 
@@ -297,6 +304,12 @@ def compute_without_end(folder: str) -> None:
     with ddp_setup.process_group("cpu") as world:
         Path(folder, f"{world.rank} is up").touch()
         time.sleep(60)
+
+
+def prepare_without_end(folder: str) -> None:
+    """A rank can work for long before it calls process_group."""
+    Path(folder, f"{os.environ['RANK']} is up").touch()
+    time.sleep(60)
 
 
 def wait_for_stop(folder: str) -> None:

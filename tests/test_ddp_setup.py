@@ -1119,9 +1119,18 @@ def test_ranks_listen_only_on_loopback_and_stop_without_an_error_when_the_parent
 
 
 @linux
-@pytest.mark.parametrize("launcher", [SPAWN, TORCHRUN], ids=["spawn", "torchrun"])
-def test_when_the_parent_is_killed_no_rank_is_left(tmp_path, launcher):
-    with two_ranks("compute_without_end", tmp_path, launcher) as parent:
+@pytest.mark.parametrize(
+    "launcher, name",
+    [
+        (SPAWN, "compute_without_end"),
+        (SPAWN, "prepare_without_end"),
+        ([*RANK, "spawn_in_a_shell"], "compute_without_end"),
+        (TORCHRUN, "compute_without_end"),
+    ],
+    ids=["spawn", "spawn before process_group", "spawn with a shell", "torchrun"],
+)
+def test_when_the_parent_is_killed_no_rank_is_left(tmp_path, launcher, name):
+    with two_ranks(name, tmp_path, launcher) as parent:
         everyone = family(parent.pid)
         assert len(everyone) >= 3
         parent.kill()
