@@ -100,8 +100,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
 
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
         of a machine gets GPU i. On a CPU, this sets torch's number of threads to an equal part of
-        the CPUs of the machine. A single rank on a machine keeps its number if OMP_NUM_THREADS is
-        set. The backend is NCCL for CUDA, else gloo.
+        the CPUs of the machine. But with a single rank on a machine, OMP_NUM_THREADS takes
+        precedence. The backend is NCCL for CUDA, else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends, and one
         such rank prints the current program lines of every rank. Use wait_together for work that
         may take longer. The timeout does not apply to torch.distributed.new_group and
@@ -112,12 +112,13 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     cannot connect to the others in time.
 
     If a rank is killed, if its device is not available (ValueError), or if an exception leaves the
-    block, all ranks that still use the group end. One of them reports the cause. (Several do if the
-    store is lost. The parent process of spawn or torchrun's agent holds it. With other launchers,
-    rank 0 does, so after its end, a late rank reports that rank 0 does not answer.)
+    block, all ranks that still use the group end. One of them reports the cause. (Several report
+    if torch's store is lost. The parent process of spawn or torchrun's agent holds it. With other
+    launchers, rank 0 holds it, so a rank that fails after the end of rank 0 reports that rank 0
+    does not answer.)
     - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
-      that did not answer. The parent process of spawn reports it in place of a rank. torchrun
-      reports it too, and often ends the ranks before one of them can.
+      that did not answer. Under spawn, the parent process reports this. torchrun reports it too,
+      and often ends the ranks before one of them can.
     - Otherwise, the rank that failed first raises its own exception.
     Every other rank raises SystemExit in place of its exception. The exit code is the attribute
     `exit_code` of the replaced exception, else 1.
@@ -128,14 +129,14 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
       timeout, and a rank that waits for NCCL for a tenth of the timeout. (torch can also end such a
       rank with SIGABRT.)
 
-    A rank that leaves the block by sys.exit or KeyboardInterrupt counts as lost for ranks that
-    still use the group. sys.exit() and sys.exit(0) first leave the group cleanly. After a block
-    that ended cleanly, a program can call process_group again.
+    A rank that leaves the block by sys.exit (with any code) or KeyboardInterrupt counts as lost for
+    ranks that still use the group. sys.exit() and sys.exit(0) destroy the group first, as the end
+    of the block does. After a block that ended in this way, a program can call process_group again.
     """
     world = read_launch_env()
     if "SPAWNED_BY" in os.environ:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # spawn has blocked them.
-    # If torchrun or the command of spawn is killed, nobody else ends its children.
+    # This process ends with its parent: torchrun, or a shell or a profiler that spawn has started.
     if {"SPAWNED_BY", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if world.size == 1:
@@ -150,8 +151,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     main, clean = threading.get_ident(), False
     joined, block_ended = threading.Event(), threading.Event()
     try:
-        # Each group needs its own keys. All ranks make the same groups, so each gets the same
-        # number. _wait_for_ranks reads that number.
+        # Each group needs its own keys. Each rank counts its groups. All ranks make the same ones,
+        # so the numbers are equal. _wait_for_ranks reads this number.
         number = store.add(f"groups of {world.rank}", 1)
         store = dist.PrefixStore(f"group {number}", store)
         world = _select_device(device, world)
@@ -232,8 +233,8 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
     """Connect to the store, a TCPStore of torch that all ranks share.
 
-    `address` is for error messages and the cache: torch reads it from the environment. Without the
-    cache, rank 0 could close the store while another rank connects for the next process group.
+    `address` is for error messages and for @cache: torch reads it from the environment. Without
+    @cache, rank 0 could close the store while another rank connects for the next process group.
     """
 
     def connect() -> dist.Store:
@@ -254,10 +255,10 @@ def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
 def _agree_on_run_id(store: dist.Store, world: World) -> str:
     """Return an id that is the same on all ranks and new for each start of the ranks.
 
-    The id is a random word of rank 0. It is for a prefix, because torchrun's store keeps all keys
-    when it restarts the ranks, for example "reported". It also keeps old messages. So each other
-    rank sends a new random word, waits for the reply to this word, and sends the id back. Queues
-    need a store with libuv, torch's default on Linux and macOS.
+    The id is a random word of rank 0. All keys get it as a prefix, because torchrun's store keeps
+    old keys, such as "reported", when torchrun restarts the ranks. It also keeps old messages. So
+    each other rank sends a new random word, waits for the reply to this word, and sends the id
+    back. Queues need a store with libuv, torch's default on Linux and macOS.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """
@@ -288,7 +289,7 @@ def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
     def claim_report() -> list[str]:
         """Raise SystemExit if another rank reports. Otherwise, return the ranks without an error.
 
-        If this error is a consequence, these are the lost ranks, and ranks that still compute.
+        If a failure of another rank has caused this error, these ranks are lost or still compute.
         """
         store.set(f"failed {world.rank}", "")
         if consequence:  # Let the rank that failed first report.
@@ -325,9 +326,9 @@ def _watch_ranks(
     In each interval of 1/20 of the timeout, each rank adds 1 to one counter that all ranks share,
     and stores the new count with its program lines. A rank with an old count no longer answers.
 
-    A rank is stuck in an interval in which no collective starts or ends, if it waits or another
-    rank has reported an error. It ends after 20 such intervals in a row. If no rank has reported an
-    error, the first rank to end prints where each rank is.
+    A rank is stuck in an interval if none of its collectives starts or ends, and either it waits in
+    one, or another rank has reported an error. It ends after 20 such intervals in a row. If no rank
+    has reported an error, the first rank to end prints where each rank is.
 
     NCCL does not notice that another rank has failed. So a rank that waits for NCCL ends after 2
     such intervals, if a rank has reported an error or the store is lost.
@@ -345,7 +346,7 @@ def _watch_ranks(
         with suppress(dist.DistError):
             count = store.add("counter", 1)
             store.set(f"state of {world.rank}", json.dumps([count, _program_lines(main)]))
-            # A rank that waits for gloo need not know, because gloo ends it.
+            # A rank that waits for gloo need not read this: gloo raises an error there.
             failed = (cuda or not waiting) and store.add("reported", 0) > 0
             waiting |= failed
         counts = [*counts, count] if waiting and numbers == before else []
@@ -360,7 +361,7 @@ def _watch_ranks(
                 json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
                 for rank in range(world.size)
             ]
-            # A rank answers if it has stored a state in the last three intervals.
+            # A rank answers if it has stored a state since the count three intervals ago.
             oldest = counts[-4:][0]
             ranks = [
                 f"rank {rank} at {place}" if written > oldest else f"no answer from rank {rank}"
@@ -467,10 +468,10 @@ def any_rank(flag: bool, world: World) -> bool:
 def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
-    All ranks must call this function. If a call raises ValueError or OSError, all ranks raise the
-    error of the lowest such rank. (If pickle cannot copy it, the others raise a plain ValueError or
-    OSError.) Otherwise, an exception of another type is raised only on its own rank. Do not catch
-    it, because the other ranks go on.
+    All ranks must call this function. If calls raise ValueError or OSError, all ranks raise that of
+    the lowest such rank. (If pickle cannot copy it, the others raise a plain ValueError or
+    OSError.) If none does, an exception of another type is raised only on its own rank. Do not
+    catch it, because the other ranks go on.
 
     Use it for slow work: the timeout of process_group does not apply. If a call hangs, all ranks
     wait for ever.
@@ -504,9 +505,9 @@ def wait_together(call: Callable[[], T], world: World) -> T:
 def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
-    All ranks must call this function. The result must be picklable. In all other respects, this
-    function works like wait_together. After an exception other than ValueError and OSError, the
-    other ranks wait in a collective until the process of rank 0 ends, or for the timeout.
+    All ranks must call this function. The result must be picklable. In other respects, it works
+    like wait_together, but after an exception other than ValueError and OSError, the other ranks
+    wait in a collective until the process of rank 0 ends, or for the timeout.
     """
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
@@ -531,12 +532,12 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
     Only the main thread can use this function or spawn. Of two nested blocks, the outer one does
-    not notice signals that arrive in the inner one. spawn uses such a block.
+    not notice signals that arrive in the inner one. spawn contains a block of stop_signals.
     """
     received, owner = list[int](), os.getpid()
 
     def handle(number: int, _: object) -> None:
-        # A forked child has this handler too, but Process.terminate() must end it.
+        # A forked child inherits this handler, but Process.terminate() must end the child.
         forked = os.getpid() != owner
         if forked and number == signal.SIGTERM:
             os._exit(128 + number)
@@ -567,8 +568,8 @@ def detach_worker(worker_id: int) -> None:
 
     torchrun and the terminal send signals to a whole Unix process group, and SLURM can send SIGUSR1
     to all processes. These could end the worker before its rank has saved. SIGTERM to the worker
-    still ends it, because Python needs this if the rank fails. On Windows, this function does
-    nothing.
+    still ends it, because this is how Python ends workers if the rank fails. On Windows, this
+    function does nothing.
     """
     if hasattr(os, "setsid"):
         os.setsid()
@@ -589,7 +590,7 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
         else:
             sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
 
-    Until a rank calls process_group or stop_signals, SIGTERM, SIGINT and SIGUSR1 wait.
+    SIGTERM, SIGINT and SIGUSR1 are blocked in a rank until it calls process_group or stop_signals.
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
     process sends SIGTERM to all ranks and continues to wait. A second SIGINT ends it as in
@@ -599,9 +600,9 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
         are killed.
 
     The result is 0, or the exit code of the rank that failed first (128 + N if signal N ended it).
-    But if a rank fails or does not end, and no rank has reported an error through process_group,
-    ChildProcessError names that rank. (It is not raised after Ctrl-C, and not if all ranks exit
-    with the same code and no signal ended them.)
+    But ChildProcessError names a rank that has failed, unless a rank has reported an error through
+    process_group, and a rank that does not end. (It is not raised after Ctrl-C, and not if all
+    ranks have exited with the same code, without a signal.)
     ValueError if size < 1, in a process that is a rank, and on Windows.
     """
     if size < 1:
@@ -659,7 +660,8 @@ def _wait_for_ranks(
             code = next(filter(None, codes))
             failed = codes.index(code)
             # Whoever adds the first 1 to the key "reported" reports the error. The key has the
-            # prefixes of _connect_to_store and process_group. Adding 0 reads the group's number.
+            # prefixes of _connect_to_store and process_group. Adding 0 reads the number of the last
+            # group of the failed rank.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"
@@ -680,8 +682,8 @@ def _wait_for_ranks(
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
-    # `problem` is empty if a rank has reported its error.
-    if problem and code not in (130, -signal.SIGINT) and (code < 0 or {*codes} != {code}):
+    # `problem` is empty if no rank failed, or if one has reported its error first.
+    if problem and code not in (130, -signal.SIGINT) and (code < 0 or set(codes) != {code}):
         raise ChildProcessError(problem)
     return 128 - code if code < 0 else code
 
