@@ -134,8 +134,6 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     of the block does. After a block that ended in this way, a program can call process_group again.
     """
     world = read_launch_env()
-    if "SPAWNED_BY" in os.environ:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # spawn has blocked them.
     # This process ends with its parent: torchrun, or a shell or a profiler that spawn has started.
     if {"SPAWNED_BY", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
@@ -583,26 +581,27 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
     """Run a command in `size` processes on this machine, and return the exit code.
 
     Each process is a rank, with the variables that torchrun would set, and must use process_group.
-    A script can start itself:
+    A script in a file can start itself:
 
-        if "RANK" in os.environ:
-            main()
-        else:
-            sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
-
-    SIGTERM, SIGINT and SIGUSR1 are blocked in a rank until it calls process_group or stop_signals.
+        if __name__ == "__main__":
+            if "RANK" in os.environ:
+                main()
+            else:
+                sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
-    process sends SIGTERM to all ranks and continues to wait. A second SIGINT ends it as in
-    stop_signals. If this process dies, Linux kills its ranks.
+    process sends SIGTERM to all ranks and continues to wait. This ends a rank that is not in a
+    block of stop_signals. A second SIGINT ends this process as in stop_signals. If this process
+    dies, Linux kills its ranks.
 
+    command: its process must be the rank. So a shell, for example, must start the rank by `exec`.
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
         are killed.
 
     The result is 0, or the exit code of the rank that failed first (128 + N if signal N ended it).
     But ChildProcessError names a rank that has failed, unless a rank has reported an error through
-    process_group, and a rank that does not end. (It is not raised after Ctrl-C, and not if all
-    ranks have exited with the same code, without a signal.)
+    process_group, and a rank that does not end. (It is not raised if all ranks have exited with the
+    same code, or if a stop signal to this process has ended the rank.)
     ValueError if size < 1, in a process that is a rank, and on Windows.
     """
     if size < 1:
@@ -624,25 +623,18 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "SPAWNED_BY": f"{os.getpid()}",
     }
-    end_with_this_process = partial(_die_with_parent, os.getpid())
+    end_with_parent = partial(_die_with_parent, os.getpid())
     ranks = list[subprocess.Popen[bytes]]()
-    with stop_signals() as stop_requested:
-        try:
-            # The ranks inherit that the stop signals are blocked. So these wait until a rank can
-            # handle them.
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            try:
-                for rank in range(size):
-                    own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-                    ranks.append(
-                        subprocess.Popen(command, env=env | own, preexec_fn=end_with_this_process)
-                    )
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        for rank in range(size):
+            own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+            ranks.append(subprocess.Popen(command, env=env | own, preexec_fn=end_with_parent))
+        with stop_signals() as stop_requested:
             return _wait_for_ranks(ranks, stop_requested, timeout, store)
-        finally:  # KeyboardInterrupt, or the system could not start all ranks
-            for process in ranks:
-                process.kill()
+    finally:  # KeyboardInterrupt, or the system could not start all ranks
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def _wait_for_ranks(
@@ -682,7 +674,9 @@ def _wait_for_ranks(
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
-    # `problem` is empty if no rank failed, or if one has reported its error first.
+    if stop_requested() and code == -signal.SIGTERM:  # This process has sent it.
+        problem = ""
+    # `problem` is empty, too, if no rank failed, or if one has reported its error first.
     if problem and code not in (130, -signal.SIGINT) and (code < 0 or set(codes) != {code}):
         raise ChildProcessError(problem)
     return 128 - code if code < 0 else code

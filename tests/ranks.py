@@ -26,8 +26,6 @@ from torch import nn
 
 import ddp_setup
 
-BLOCKED_AT_IMPORT = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
 
 def main(name: str, *args: str) -> None:
     """Run one of the functions below. Print its error in one line with the rank, as run.py does."""
@@ -273,11 +271,8 @@ def rank_1_never_ends() -> None:
 
 def exit_inside_the_block(ranks: str, code: str) -> None:
     """The ranks in `ranks` call sys.exit(code) inside the `with` block; the others wait for them."""
-    # A stop signal that arrives during the imports of a spawned rank must wait for stop_signals.
-    assert ddp_setup.STOP_SIGNALS <= BLOCKED_AT_IMPORT
     try:
         with ddp_setup.process_group("cpu", timeout=60) as world:
-            assert not ddp_setup.STOP_SIGNALS & signal.pthread_sigmask(signal.SIG_BLOCK, [])
             dist.barrier()
             if str(world.rank) in ranks:
                 sys.exit(int(code))
@@ -340,25 +335,13 @@ def interrupt_a_process_that_a_rank_has_started() -> None:
 
 def end_with_a_daemon(method: str) -> None:
     """As a rank ends whose DataLoader still has a worker. It never calls stop_signals."""
+    context = torch.multiprocessing.get_context(method)
+    context.Process(target=time.sleep, args=(600,), daemon=True).start()
+    other = subprocess.Popen(["sleep", "600"])
+    other.terminate()
+    assert other.wait() == -signal.SIGTERM
     with ddp_setup.process_group("cpu", timeout=60):
-        context = torch.multiprocessing.get_context(method)
         context.Process(target=time.sleep, args=(600,), daemon=True).start()
-        other = subprocess.Popen(["sleep", "600"])
-        other.terminate()
-        assert other.wait() == -signal.SIGTERM
-
-
-def interrupt_main_of_run() -> None:
-    """As Ctrl-C in a rank of `run.py --spawn`, before train uses stop_signals."""
-    run = importlib.import_module("run")
-    run.cli.main = lambda **_: os.kill(os.getpid(), signal.SIGINT) or 5
-    run.main()
-
-
-def stop_before_stop_signals() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    with ddp_setup.stop_signals() as stop_requested:
-        sys.exit(0 if stop_requested() else 1)
 
 
 def raise_keyboard_interrupt() -> None:
