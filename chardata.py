@@ -91,13 +91,13 @@ def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | Non
     given, else the characters that occur, sorted. "byte" gives one id per byte.
 
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
-    llm.c) contain tokens, so `tokenizer` is ignored. A .bin of another type can be misread: write
-    .npy instead. The vocabulary size is `vocab`, or if that is None the highest id + 1, rounded up
+    llm.c) contain tokens, so `tokenizer` is ignored. A .bin of another integer type can be misread:
+    write .npy instead. The vocabulary size is `vocab` if given, else the highest id + 1, rounded up
     to a multiple of 64. Only steps() and every_window() check the ids, against BatchPlan.vocab.
 
     Large files and all .npy files stay memory-mapped, except texts with the tokenizer "char".
     Raises ValueError or OSError if a file is damaged, if a text has a character that is not in
-    `chars`, or if the vocabulary size of text is not `vocab`.
+    `chars`, or if `vocab` is given for text and is not its vocabulary size.
     """
     stamps = tuple(map(_stamp, files))  # before reading, to notice a change meanwhile
     names = files or ["the default text"]
@@ -144,7 +144,7 @@ def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[Tok
 
 
 def _read_file(name: str) -> np.ndarray:
-    """Read or map a file: its own type for .npy, uint16 for .bin, otherwise uint8."""
+    """Read or map a file, as its own dtype (.npy), as uint16 (.bin), or as uint8."""
     size, dtype, start = os.path.getsize(name), "u1", 0
     if name.endswith(".npy"):
         try:
@@ -161,7 +161,8 @@ def _read_file(name: str) -> np.ndarray:
         # np.resize, because the file can have fewer than 12 bytes.
         magic, version, count = np.resize(np.fromfile(name, "i4", 3), 3).tolist()
         # llm.c's header is 256 int32: a magic number, the version, the number of tokens, zeros. The
-        # second magic number is that of Llama 3. Only version 1 has uint16 tokens.
+        # second magic number is for Llama 3, whose tokens are uint32. Its version is not 1, so such
+        # a file is refused.
         if magic in (20240520, 20240801):
             start = 1024
         else:  # no header
@@ -205,8 +206,8 @@ def digest(tokens: Tokens, chars: str = "") -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
     The hash includes the type and the length of each array, but no file names. Of an array, at most
-    16 blocks of 1 MiB are read, and a change between them is not noticed. If more than 16 arrays
-    have more than 256 MiB together, a block is smaller, but at least 4 KiB.
+    16 blocks of 1 MiB are read, and a change between them is not noticed. With more than
+    16 arrays and more than 256 MiB in total, blocks are smaller, but at least 4 KiB.
     """
     block = MIB
     if sum(array.nbytes for array in tokens) > 256 * MIB:
@@ -245,7 +246,7 @@ def encode(text: str, kind: str, chars: str) -> np.ndarray:
     # max, because `chars` can be empty.
     table = np.zeros(0x110000, np.min_scalar_type(max(0, len(chars) - 1)))
     table[list(map(ord, chars))] = range(len(chars))
-    # In blocks, to save memory. + 1: np.concatenate needs a block even for an empty text.
+    # In blocks, to save memory. The + 1 gives an empty text one block, for np.concatenate.
     blocks = (text[i : i + MIB].encode("utf-32-le") for i in range(0, len(text) + 1, MIB))
     return np.concatenate([table[np.frombuffer(block, np.uint32)] for block in blocks])
 
@@ -315,8 +316,8 @@ def steps(
     """Yield (micro-batches of this rank, count) for step `start` and all later steps, without end.
 
     Each micro-batch is (x, y), both (B, T) int64 on the CPU, with T = plan.block_size. x and y are
-    views of the same memory: do not write into them, and use reshape() and not view(). `count` is
-    the number of targets in the global batch.
+    views of the same memory, and not contiguous: do not write into them, and use reshape(), not
+    view(). `count` is the number of targets in the global batch.
 
     A rank divides its windows of a step into `accum` micro-batches, or fewer if it has fewer
     windows. So ranks can have different numbers of micro-batches: with DistributedDataParallel, use
@@ -337,17 +338,17 @@ def steps(
     n = num_tokens(tokens)
     epoch_windows = num_windows(n, block_size)
     size = block_size + 1
-    # An array that is too short for a window is here only so that views[k] belongs to tokens[k].
+    # Arrays that are too short for a window stay, unused, so that views[k] is that of tokens[k].
     views = [sliding_window_view(a, size) if a.size >= size else a for a in tokens]
     # For speed, read about 2**18 tokens of this rank at once.
     at_once = max(1, 2**18 // (block_size * max(1, batch_size // world_size)))
     while True:
         epoch, first_step = divmod(start, steps_per_epoch(plan))
-        # `group`, (G, 1): the steps of the epoch that are read at once. A last step with fewer
-        # windows is a group of its own.
+        # `group`, (G, 1): the steps of the epoch that are read at once. max, because a last step
+        # with fewer windows is a group of its own.
         whole_steps_left = epoch_windows // batch_size - first_step
         group = first_step + np.arange(max(1, min(at_once, whole_steps_left)))[:, None]
-        windows = min(batch_size, epoch_windows - first_step * batch_size)  # of one step
+        windows = min(batch_size, epoch_windows - first_step * batch_size)  # in each step
         mine = np.arange(windows * rank // world_size, windows * (rank + 1) // world_size)
         # numbers, (G, W): for each step, which windows of the epoch this rank uses
         numbers = permute(group * batch_size + mine, epoch_windows, _key(seed, epoch, "order"))
@@ -376,10 +377,11 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     tokens, block_size, batch_size, _, vocab = plan
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
-    # By ceil, the last rank has the fewest whole windows. It also takes the targets after them.
+    # ceil gives the last rank the fewest whole windows, because it also takes the targets after
+    # them.
     first, stop = (math.ceil(windows * r / world_size) * block_size for r in (rank, rank + 1))
     end = targets if rank == world_size - 1 else stop
-    # A batch has the inputs from one edge to the next. A set, because edges can coincide.
+    # Each batch lies between two edges. It is a set, because stop can be equal to first or end.
     edges = sorted({*range(first, stop, batch_size * block_size), stop, end})
     for begin, end in pairwise(edges):
         row = _to_tensor(np.concatenate(_slice(tokens, begin, end + 1)), vocab)
@@ -394,7 +396,7 @@ def _gather(tokens: Tokens, views: Tokens, positions: np.ndarray, size: int) -> 
     """
     begins = np.array([*accumulate(map(len, tokens), initial=0)])
     rows = np.empty((*positions.shape, size), np.uint64)
-    # For each row, the indices of the arrays with its first and its last token
+    # For each row: which array has its first token, and which has its last.
     first, last = np.searchsorted(begins, [positions, positions + size - 1], "right") - 1
     place = positions - begins[first]
     for k in np.unique(first[first == last]):  # rows that lie in one array

@@ -9,11 +9,11 @@
 `arch="gpt2"` computes the same function as GPT-2 (Radford et al., 2019). `arch="modern"` has rotary
 positions (Su et al., 2021), RMS norm without weights (Zhang and Sennrich, 2019), normalised queries
 and keys (Henry et al., 2020), squared ReLU (So et al., 2021), no biases, an untied output layer,
-and blocks that start as the identity. `arch="modern2"` is modern with larger initial embeddings and
-a causal convolution over them, like the Canon layers of Allen-Zhu (2025). modern2 reaches the loss
-of modern in fewer steps.
+and blocks that start as the identity. `arch="modern2"` is modern with a larger standard deviation
+of the initial embeddings and a causal convolution over them, like the Canon layers of Allen-Zhu
+(2025). modern2 reaches the loss of modern in fewer steps.
 
-Letters in shapes: B sequences, T tokens in each, C = embd, H = heads, D = C / H, V = vocab, and
+Letters in shapes: B sequences, T new tokens in each, C = embd, H = heads, D = C / H, V = vocab, and
 S = T + the number of cached keys.
 """
 
@@ -48,7 +48,7 @@ def rms_norm(x: Tensor) -> Tensor:
         # Under autocast, F.rms_norm would make a float32 copy of x.
         with torch.autocast("cuda", enabled=False):
             return F.rms_norm(x, x.shape[-1:], eps=1e-6)
-    # On other devices, F.rms_norm always makes this copy. vector_norm sums in float32 without it.
+    # On other devices, F.rms_norm always makes a float32 copy. vector_norm only sums in float32.
     wide = torch.promote_types(x.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return x * (norm.square() / x.shape[-1] + 1e-6).rsqrt().to(x.dtype)
@@ -176,19 +176,19 @@ class Block(nn.Module):
 def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
     """Return the input (B, T, C) of the first block. tokens and start: see GPT.forward."""
     n = ARCHS[model.config.arch].look_back
-    # e (B, n + T, C): the embeddings of the last n + T tokens, with zeros before the first token.
+    # e (B, n + T, C): the embeddings of the last n + T tokens. Before the first token are zeros.
     e = F.pad(model.embedding(tokens), (0, 0, n, 0))[:, start:]
     x = e[:, n:]
     for i in range(1, n + 1):
-        # The slice has the embeddings i positions before those in x.
+        # This slice has the embeddings i positions earlier.
         x = x + e[:, n - i : -i] * model.look_back[:, i - 1]
     if model.positions:
         x = x + model.positions.weight[start : tokens.shape[1]]
     x = F.dropout(x, model.config.dropout, model.training)
     kind = tokens.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-        # Autocast would keep the residual stream in float32, with twice the memory. A float16
-        # stream could overflow.
+        # Autocast would keep the residual stream in float32, with twice the memory. (Not for
+        # float16, which could overflow.)
         x = x.bfloat16()
     return x
 
@@ -207,8 +207,8 @@ class GPT(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
-        # compile_ replaces these attributes. `embed` is a function and not a method: in a deep copy
-        # of the model, a compiled method would still use the weights of the original.
+        # compile_ replaces these attributes. `embed` is not a method, because a compiled method
+        # would stay bound to the original model in a deep copy.
         self.embed, self.cross_entropy = embed, cross_entropy
         self.checkpoint_activations = False
         # nn.Embedding(V, C) would call normal_, whose first call on the device "meta" takes 1 s.
@@ -241,7 +241,7 @@ class GPT(nn.Module):
             caches are not checked.
         """
         x = self.embed(self, tokens, start)
-        # Blocks of gpt2 ignore this.
+        # Blocks of gpt2 ignore cos_sin.
         cos_sin = rope(start, x.shape[1], self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
             if self.checkpoint_activations and self.training:
@@ -287,7 +287,7 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
     name: from GPT.named_parameters(). Remove the prefix that the names have in a wrapper.
     shape: of the whole parameter, also if this process holds only a part of it.
     """
-    # Norm weights are 1, and biases are 0.
+    # Vectors keep these values: norm weights are 1, and biases are 0.
     weight = torch.full(shape, float(name.endswith("weight")), dtype=torch.float32, device="cpu")
     if weight.ndim > 1:
         arch = ARCHS[config.arch]
@@ -297,7 +297,7 @@ def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> T
             std = 0.1
         if name.endswith(("out.weight", "down.weight")):
             std *= 0 if arch.zero_branches else (2 * config.layers) ** -0.5
-        # crc32 has 32 bits. A CPU generator does not use more bits of its seed.
+        # crc32 is enough, because a CPU generator uses only 32 bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight.normal_(0, std, generator=generator)
     return weight
@@ -322,8 +322,8 @@ def compile_(model: GPT) -> None:
     Do not sample from a compiled model: torch would compile it again for each length.
     """
     config = torch._dynamo.config
-    # By default, torch compiles only the first 8 shapes. Uncompiled code rounds differently, so
-    # the result would depend on the order of the shapes.
+    # By default, torch compiles only the first 8 shapes that occur. Uncompiled code rounds
+    # differently, so the result would depend on which shapes occur first.
     config.recompile_limit = max(64, config.recompile_limit)
     # Under DistributedDataParallel, torch would cut large graphs into pieces.
     config.optimize_ddp = False
@@ -383,8 +383,8 @@ def sample(
         context, start = torch.cat((context, tokens[:, None]), 1), end
         yield tokens
         if end == config.block_size:
-            # All positions change, so all keys are computed again. Cutting to the half makes this
-            # rare.
+            # The positions begin at 0 again, so all keys are computed again. Cutting to the half
+            # makes this rare.
             context, start = context[:, -math.ceil(end / 2) :], 0
 
 

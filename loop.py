@@ -19,8 +19,8 @@ the ranks, so the result is the exact mean gradient.
 Wrap the model in DistributedDataParallel (DDP) or FSDP2 (torch's fully_shard), not in the older
 FullyShardedDataParallel.
 
-If only some ranks raise an error, the others wait in a collective until the processes of the ranks
-with the error end, or until the timeout of the process group.
+If only some ranks raise an error, the others wait in a collective until the processes of these
+ranks end, or until the timeout of the process group.
 """
 
 import copy
@@ -86,12 +86,12 @@ def train_(
     step, it deletes the gradients of the optimizers' parameters. Sparse gradients are not
     supported.
 
-    start: number of steps that an earlier run has done. `steps` must begin after these. train_ ends
-        only when `steps` ends. So if your loop has `if step == last: break`, and start is already
-        `last`, do not call train_: it would do one step too many.
+    start: number of steps that an earlier run has done. `steps` must begin after these. Only the
+        end of `steps` ends train_. So if your loop has `if step == last: break`, do not call train_
+        with start == last: its first step would be last + 1, and the loop would not break.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
-        the global batch, or 0 on a rank that has no data left. Such a rank passes any micro-batch.
-        This micro-batch gets the weight 0, but it must have a finite loss and gradient, and it
+        the global batch, or 0 on a rank that has no data left. Such a rank gives any one
+        micro-batch, which gets the weight 0. But it must have a finite loss and gradient, and it
         changes BatchNorm statistics. All ranks need the same number of steps. In a step, they may
         have different numbers of micro-batches, unless layers communicate, as SyncBatchNorm does.
     lr_at: the "lr" of each parameter group becomes lr_at(number of finished steps) times its
@@ -117,12 +117,12 @@ def train_(
     ValueError after a wrong update (discard the model):
     - The declared count is not what loss_fn counted. Ranks that declare 0 do not check this.
     - The gradient norm was not the same on all ranks, because loss_fn does not use the model that
-      it is given. This is noticed in the next step, and never for the last step.
+      it is given. The next step notices this, so nothing checks the last step.
 
     On CUDA, report.stop, Diverged and the ValueError after a wrong update come one step late. A
-    request to stop in the last step is not reported. Errors of the last step are raised when
-    `steps` ends, so a loop that breaks does not get them. Use fused optimizers with a state there:
-    with others, such as SGD without momentum, the host waits for the device in each step.
+    request to stop in the last step is not reported. What the last step finds is raised when
+    `steps` ends, so a loop that breaks does not get it. On CUDA, use fused optimizers that have a
+    state: with others, such as SGD without momentum, the host waits for the device in each step.
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -136,7 +136,7 @@ def train_(
         raise ValueError(f"clip is {clip}; must be above 0, and math.inf for no clipping")
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     skipped = in_a_row = previous_norm = torch.zeros((), device=device)
-    # On CUDA, the first check does nothing, so each step calls the check of the step before.
+    # A queue: on CUDA, the first check does nothing, so each step calls that of the step before.
     checks: list[Callable[[], bool]] = [lambda: False] if _reads_late(device) else []
     model.train()
     for step, (batches, declared) in enumerate(steps, start):
@@ -176,11 +176,11 @@ def train_(
             getattr(model, "_check_reducer_finalized", lambda: None)()
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
-        # If the ranks had equal gradients in the step before, each norm was the mean of all norms.
+        # If the ranks had equal gradients in the step before, the norm of each rank was the mean.
         # The check allows 0.1 %, because different hardware rounds differently.
         differ = (sums[3] / world_size - previous_norm).abs() > 1e-3 * previous_norm
-        # This is for the comparison in the next step. NaN becomes 0, because all comparisons with
-        # NaN are false, so a NaN on one rank would not be noticed.
+        # For the comparison in the next step. NaN and infinity become 0, because comparisons with
+        # NaN are false, so one on a single rank would not be noticed.
         previous_norm = norm.nan_to_num(0.0, 0.0)
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
@@ -247,7 +247,8 @@ def _update_(
     finite = norm.isfinite() & loss.isfinite()
     for optimizer in optimizers:
         # scaler.step() does not look at the loss. A fused optimizer can skip an update on the
-        # device, but not the first: fused SGD would leave its momentum buffer uninitialised.
+        # device, but not its first, when it has no state: fused SGD would leave its momentum buffer
+        # uninitialised.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
@@ -301,9 +302,9 @@ def evaluate(
     unread = [lambda: [1.0, 0.0]] if _reads_late(device) else []
     try:
         for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. If other ranks are
-            # in train_ or group_batches by mistake, gloo would add these flags to their sums
-            # without an error, if the sizes were equal. Theirs are 4 and 2.
+            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. The zeros make the
+            # size differ from those in train_ (4) and group_batches (2). If the sizes were equal,
+            # gloo would add the sums of ranks that are there by mistake, without an error.
             flags = sums.new_zeros(5)
             flags[0].fill_(batch is not no_batch)
             flags[1].fill_(stop())
@@ -336,7 +337,7 @@ def group_batches(
 
     The steps end when no rank has a batch left. A rank that runs out earlier repeats a micro-batch
     and declares 0: see train_. A step whose count is 0 on all ranks is left out. ValueError if
-    accum < 1, and on a rank that has no batch at all while others have.
+    accum < 1, or on a rank that has no batch at all while others have some.
 
     group_batches reads one step ahead, so a saved state of the loader would be one step too far. To
     resume, skip the finished steps of the same batches: islice(group_batches(...), start, None).
@@ -358,8 +359,8 @@ def group_batches(
     if accum < 1:
         raise ValueError(f"accum is {accum}; must be at least 1")
     spare: list[Any] = []
-    # pairwise reads one item ahead, so on CUDA read() does not wait for the passes of the step
-    # before. No step gets lost, because own_steps never ends.
+    # pairwise reads one item ahead, so on CUDA read() does not wait for the forward and backward
+    # pass of the step before. No step gets lost, because own_steps never ends.
     for (micro_batches, read), _ in pairwise(own_steps()):
         total, batches_in_step = read()
         if not batches_in_step:
@@ -384,7 +385,7 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
 def to_host(values: Tensor) -> Reader:
     """Start to copy a tensor (N,) to the host; return a function that waits and returns a list.
 
-    Do not change the tensor in place before that.
+    Do not change the tensor in place until that function has returned.
     """
     if not values.is_cuda:
         return values.tolist
@@ -424,8 +425,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
     """Return the factor for the learning rate in a step: linear warm-up, then linear decay.
 
-    step: from 0 to total - 1. If total is more than warmup_steps, the decay would reach `floor` at
-        step == total.
+    step: from 0 to total - 1. If total is more than warmup_steps, the factor at total - 1 is one
+        step of the decay above `floor`.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))
