@@ -20,15 +20,16 @@ Every rank must call snapshot() and restore_(). One rank alone may call the func
 save() may run in a thread. These functions raise OSError if the file system fails.
 
 If only rank 0 raises an error in this example, the other ranks wait in their next collective until
-rank 0 ends. In extras/tutorial/4_checkpoints.py, wait_together() and from_rank_zero() of
-ddp_setup.py call newest() and save(), so all ranks raise a ValueError or OSError of these. Do not
-catch NotImplementedError (a sharded checkpoint): only rank 0 raises it, and must end.
+rank 0 ends. extras/tutorial/4_checkpoints.py calls newest() and save() through functions of
+ddp_setup.py, so a ValueError or OSError of newest() or save() is raised on all ranks. Do not catch
+NotImplementedError (a sharded checkpoint): only rank 0 raises it, and the other ranks wait until
+rank 0 ends.
 
 To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
 of each future: it raises the error of the save. On a CPU, its thread should use one OpenMP thread,
 so that it does not slow the training down. So call torch.get_num_threads(), and then create the
-executor with initializer=torch.set_num_threads and initargs=(1,). The first call fixes the number
-of threads of the thread that makes it. Without it, that number can become 1, too.
+executor with initializer=torch.set_num_threads and initargs=(1,). get_num_threads() fixes the
+number for the training thread. Otherwise, that number can become 1 as well.
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` can read the
@@ -103,7 +104,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     model = unwrap(model)
     names = parameter_names(model, optimizers)
     state = {
-        # With keep_vars, a tied weight is one tensor, which is copied and stored once.
+        # With keep_vars, a tied weight is one tensor, which @cache below copies once.
         "model": dict(model.state_dict(keep_vars=True)),
         "optimizers": [
             {
@@ -141,13 +142,14 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     gradients and learning rate 0. This calls the hooks of step().
 
     ValueError on every rank if the state, the model and the optimizers do not fit together, for
-    example because a parameter that was trained before is frozen now (so freeze it after this call)
-    or not in the optimizer. The model is then unchanged (unless the step above has changed it, as
-    with Adam(eps=0)), but optimizers may have lost their state.
+    example because a parameter that was trained before is now not in the optimizer, or is frozen
+    (so freeze it after this call). The model is then unchanged (unless that step() with learning
+    rate 0 has changed it, as with Adam(eps=0)), but optimizers may have lost their state.
 
     Not supported are SparseAdam, LBFGS, optimizers that wrap another one (pass the inner one),
-    optimizers whose step() has no argument `closure`, and those whose state is in param_groups
-    (Prodigy), has a key that is not a parameter, or changes its names or shapes during training.
+    optimizers whose step() has no argument `closure`, those with a state in param_groups (Prodigy)
+    or under a key that is not a parameter, and those whose state changes its names or shapes during
+    training.
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
@@ -183,7 +185,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
         # can be a dict of tensors, gets a new value, because its shapes can differ.
         like = None if _is_extra(name) else ours[name]
         ours[name] = tree_map(partial(_receive, like=like), value)
-    # The tensors have their values. This calls set_extra_state() and the modules' hooks.
+    # The tensors already have their values. load_state_dict calls set_extra_state() and hooks.
     model.load_state_dict(ours)
 
 
@@ -196,7 +198,7 @@ def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[A
 
 
 def reset_optimizer_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]:
-    """Delete an optimizer's state and gradients. Return an example of its state.
+    """Delete an optimizer's state and gradients. Return a template of its state.
 
     Every rank must call this.
     """
@@ -204,21 +206,21 @@ def reset_optimizer_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     # If an optimizer has no gradients and no state, get_optimizer_state_dict creates its state, by
-    # the step that restore_ describes. If each parameter has a state already, that is the example:
-    # torch 2.11 cannot create the state of Adagrad a second time.
+    # the step that restore_ describes. If each parameter already has a state, that is the template,
+    # because torch 2.11 cannot create the state of Adagrad a second time.
     optimizer.zero_grad()
     if not all(p in optimizer.state for group in optimizer.param_groups for p in group["params"]):
         optimizer.state.clear()
         get_optimizer_state_dict(model, optimizer)
-    initial = dict(optimizer.state)
+    templates = dict(optimizer.state)
     optimizer.state.clear()
-    return initial
+    return templates
 
 
 def _receive(value: Any, like: Any) -> Any:
     """Copy a value of rank 0 into the tensor `like` on each rank, and return `like`.
 
-    Every rank must call this. value: on ranks above 0, a tensor is on "meta". A value that is not a
+    Every rank must call this. value: a tensor is on "meta" on ranks above 0. A value that is not a
     tensor is the same on all ranks, and a copy of it is returned. like: keeps its device, strides
     and sharding. With None, a new tensor on the CPU is returned.
     """
@@ -432,7 +434,7 @@ def newest(
 
 
 def superseded(entries: list[Entry], keep: int) -> list[Entry]:
-    """Return the entries to delete: all but the `keep` highest steps and that with the lowest loss.
+    """Return the entries to delete: all but the `keep` highest steps and the one of lowest loss.
 
     entries: lowest step first. ValueError if keep < 1.
     """
@@ -538,7 +540,7 @@ def read_text(folder: str, name: str) -> str:
 
 def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
-    if not folder or re.search(r"\w\w:/", f"{folder}"):  # A Path has only one "/".
+    if not folder or re.search(r"\w\w:/", f"{folder}"):  # Path turns "s3://" into "s3:/".
         raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder)
     for each in [*reversed(path.parents), path]:
