@@ -192,7 +192,7 @@ OPTIONS = {
     f.name: click.Option(
         **{
             "param_decls": ["--" + f.name.replace("_", "-")],  # --compile has its own
-            # In sample and eval, click would add the name of the command to this name.
+            # Without it, sample and eval would read DDPKIT_SAMPLE_OUT and the like.
             "envvar": f"DDPKIT_{f.name.upper()}",
             **f.metadata,
         }
@@ -229,8 +229,8 @@ def train(flags: Flags, given: set[str]) -> int:
         # line and exit code 2.
         rank0 = world.rank == 0
         # From here on, all ranks use the flags of rank 0. (Each has already used its own --device
-        # and --timeout.) "auto" becomes the name of a dtype here, so checkpoints contain that name,
-        # and a resumed run takes it from there.
+        # and --timeout.) "auto" is replaced by a dtype here, so that checkpoints contain the dtype,
+        # and a resumed run keeps it.
         values, given = ddp_setup.from_rank_zero(
             lambda: (vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device)}, given), world
         )
@@ -268,10 +268,10 @@ def train(flags: Flags, given: set[str]) -> int:
                 )
             return DONE
 
-        # The flags, and what becomes known of the run, for config.json and the checkpoints
+        # The flags and facts about the run, for config.json. Checkpoints get only flags.
         resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}
         dtype, config = getattr(torch, flags.dtype), model_config(resolved)
-        with optional:  # checks the memory, and sets "peak_tokens_per_s" and, if None, "compile"
+        with optional:  # checks the memory; sets "peak_tokens_per_s", and "compile" if it is None
             machine, tokens = extra("machine"), tokens_at(total)
             resolved |= machine.check_and_describe(world.device, resolved, total, tokens)
 
@@ -285,7 +285,7 @@ def train(flags: Flags, given: set[str]) -> int:
             if world.device.type == "cuda" and flags.accum == 1:
                 with optional:  # to make steps of small models faster
                     graph_small_ = extra("cuda_graph").graph_small_
-                    (batch,), _ = next(steps_from(start=0))  # as large as most batches
+                    (batch,), _ = next(steps_from(start=0))  # most batches have its shape
                     resolved["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
             replica = ddp_setup.replicate(model, world)
             with optional:  # to name a slow rank
@@ -331,14 +331,15 @@ def train(flags: Flags, given: set[str]) -> int:
                 f"{flags.dtype}, steps {start_step + 1} to {total} (set by {limit}), {where} "
                 f"{flags.out}"
             )
-        torch.get_num_threads()  # Without it, the pool (see ckpt.py) can limit this thread too.
+        # This call fixes the number of this thread, before the pool sets its own to 1: see ckpt.py.
+        torch.get_num_threads()
         pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         # The latest save of this rank and its deadline. The first save does nothing.
         writing = pool.submit(bool), time.monotonic() + flags.timeout
 
         def wait_for_saves() -> bool:
             """Wait for the saves of all ranks. Return whether all ended in time."""
-            # wait_together may wait longer than the timeout of the process group. any_rank may not.
+            # wait_together can wait for longer than the process group's timeout. any_rank cannot.
             ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
             return not ddp_setup.any_rank(not ended, world)
 
@@ -380,18 +381,18 @@ def train(flags: Flags, given: set[str]) -> int:
                         "tokens": tokens,
                         "loss": loss,
                         "grad_norm": norm,
-                        "lr": flags.lr * lr_factor(step - 1),  # with muon: that of Muon
+                        "lr": flags.lr * lr_factor(step - 1),  # of this step; with muon: Muon's
                         "tokens_per_s": round(rate, 1),
                         "mfu": round(rate / resolved.get("peak_tokens_per_s", math.nan), 4),
                         "skipped": int(report.skipped),
                     }
                     append_metrics(storage, flags.out, record)
                     say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite changes no weight. Checkpoints of such
-                # steps would be equal, and --keep would delete older ones.
+                # A step whose loss or gradient is not finite changes no weight. So its
+                # checkpoint would be a copy, and --keep would delete an older, different one.
                 due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # If rank 0 evaluates or saves now, it has waited for its device in float() or
-                # isfinite(). So the time from here on contains no training.
+                # Before an evaluation or a save, rank 0 has waited for its device above, in float()
+                # or isfinite(). So the time from here on contains no training.
                 paused_at = time.perf_counter()
 
                 if evaluating and not stopped:
@@ -451,7 +452,7 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     """Return the newest checkpoint that is not damaged; {} if there is no checkpoint.
 
     Its value "rejected" is {name: reason} for newer, damaged checkpoints. ValueError if all are
-    damaged, or if another program wrote it.
+    damaged, or if another program wrote the newest one.
     """
     found, rejected = storage.newest(out)
     if not found:
@@ -460,7 +461,7 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
-    # Version 0.1 had no vocabulary size here, and other flag names and defaults. A new flag that
+    # Version 0.1 had other flag names and defaults, and no vocabulary size here. A new flag that
     # defines the model needs a default here too.
     config["vocab"] = state["vocabulary"]["vocab"]
     if "tokens" in config:
@@ -504,8 +505,7 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
 def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     """Read the data that the flags name, as tokens.
 
-    chars: the characters, or the text of tokenizer.json, in the checkpoint, or "" without a
-        checkpoint.
+    chars: the characters or the text of tokenizer.json in the checkpoint; "" if there is none.
     """
     tokenizer = flags.tokenizer
     files: list[str] = []  # the default text
@@ -559,8 +559,8 @@ def validate(
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
     loss_fn = gpt.loss
     batches = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-    # In an evaluation, zero gathers the weights in the first batch. But a rank can have no batch,
-    # so zero needs padding, too.
+    # In an evaluation, --strategy zero needs padding like fsdp: it gathers the weights in the first
+    # batch, and a rank can have none.
     if flags.strategy != "ddp":
         batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
     return loop.evaluate(model, batches, loss_fn, getattr(torch, flags.dtype), stop=stop)
@@ -620,7 +620,7 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     """
     step, rejected = saved.get("step", 0), saved.get("rejected", {})
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
-    # A new run must not overwrite files of another program, which have no "val_fraction".
+    # A new run must not overwrite another program's files. Ours contain "val_fraction".
     if (old or metrics) and '"val_fraction"' not in old and not step:
         raise ValueError("this program did not write its metrics.jsonl or config.json")
     storage.make_folder(out)
@@ -698,8 +698,8 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]:
     """Enter ddp_setup.process_group. After a mistake of the user, all ranks get the exit code 2.
 
-    process_group takes this code from the UsageError of the inner usage_errors. The outer one is
-    for the errors of process_group itself.
+    The inner usage_errors is for the block of the caller: process_group takes the exit code from
+    its UsageError. The outer one is for the errors of process_group itself.
     """
     with usage_errors(), ddp_setup.process_group(device, timeout) as world, usage_errors():
         yield world
@@ -783,8 +783,8 @@ def sample(
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
-    # Here, rank 0 computes the tokens of all texts, because `generated` is lazy. The first text is
-    # printed while it grows.
+    # `generated` is lazy: this loop computes the tokens of all texts, on rank 0 only. It prints the
+    # first text while it grows.
     for row, batches in enumerate(tee(generated, num_samples if world.rank == 0 else 0)):
         if row:
             click.echo("-" * 20)
@@ -910,7 +910,7 @@ def main() -> None:
     code = FAILED
     try:
         if "SLURM_STEP_NUM_TASKS" in os.environ:
-            # Without this extra, ddp_setup refuses several tasks.
+            # Without this extra, ddp_setup refuses more than one task of SLURM.
             with usage_errors(), optional:
                 extra("slurm").set_launch_env_(os.environ)
         code = cli.main(standalone_mode=False) or DONE
