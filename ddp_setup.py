@@ -130,11 +130,11 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
       rank with SIGABRT.)
 
     A rank that leaves the block by sys.exit (with any code) or KeyboardInterrupt counts as lost for
-    ranks that still use the group. sys.exit() and sys.exit(0) destroy the group first, as the end
-    of the block does. After a block that ended in this way, a program can call process_group again.
+    ranks that still use the group. sys.exit() and sys.exit(0) destroy the group, as the end of the
+    block does. Only after a block that destroyed its group can a program call process_group again.
     """
     world = read_launch_env()
-    # This process ends with its parent: torchrun, or a shell or a profiler that spawn has started.
+    # End with the parent: torchrun or spawn's process, or a command that spawn has started.
     if {"SPAWNED_BY", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if world.size == 1:
@@ -590,19 +590,19 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
                 sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
-    process sends SIGTERM to all ranks and continues to wait. This ends a rank that is not in a
-    block of stop_signals. A second SIGINT ends this process as in stop_signals. If this process
-    dies, Linux kills its ranks.
+    process sends SIGTERM to all ranks and waits for them. A rank that is not in a block of
+    stop_signals ends by it, and counts as failed. A second SIGINT ends this process as in
+    stop_signals. If this process dies, Linux kills its ranks.
 
     command: its process must be the rank. So a shell, for example, must start the rank by `exec`.
     timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
         are killed.
 
     The result is 0, or the exit code of the rank that failed first (128 + N if signal N ended it).
-    But ChildProcessError names a rank that has failed, unless a rank has reported an error through
-    process_group, and a rank that does not end. (It is not raised if all ranks have exited with the
-    same code, or if a stop signal to this process has ended the rank.)
-    ValueError if size < 1, in a process that is a rank, and on Windows.
+    But ChildProcessError names a rank that was killed after `timeout`, and a rank that has failed
+    if no rank has reported an error through process_group. (It is not raised if all ranks have
+    exited with the same code, or if a stop signal to this process has ended the rank.) ValueError
+    if size < 1, in a process that is a rank, and on Windows.
     """
     if size < 1:
         raise ValueError(f"size is {size}; spawn needs at least 1 process")
