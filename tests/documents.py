@@ -88,7 +88,9 @@ def parse_command(line: str) -> None:
     """Let run.py's own parser read a command line; a mistake in it raises a click.UsageError."""
     words = shlex.split(line, comments=True)
     ctx = run.cli.make_context("run.py", words[words.index("run.py") + 1 :])
-    rest = [*ctx._protected_args, *ctx.args]
+    # click 8.1 has the name without the underscore.
+    [name] = {"protected_args", "_protected_args"} & vars(ctx).keys()
+    rest = [*vars(ctx)[name], *ctx.args]
     if rest:
         name, command, words = run.cli.resolve_command(ctx, rest)
         assert command is not None, f"no command {name}"
