@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,38 +100,41 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
 
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
         of a machine gets GPU i. On a CPU, this sets torch's number of threads to an equal part of
-        the CPUs of the machine. But with a single rank on a machine, OMP_NUM_THREADS takes
-        precedence. The backend is NCCL for CUDA, else gloo.
+        the CPUs that this process may use, so do not bind each rank to its own CPUs. But with a
+        single rank on a machine, OMP_NUM_THREADS takes precedence. The backend is NCCL for CUDA,
+        else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends, and one
         such rank prints the current program lines of every rank. Use wait_together for work that
         may take longer. The timeout does not apply to torch.distributed.new_group and
         monitored_barrier. With gloo, send and recv wait for twice the timeout, and then raise an
         exception.
 
-    ValueError on each rank whose launch variables are wrong. ConnectionError on each rank that
-    cannot connect to the others in time.
-
-    If a rank is killed, if its device is not available (ValueError), or if an exception leaves the
-    block, all ranks that still use the group end. One of them reports the cause. (Several report
-    if torch's store is lost. The parent process of spawn or torchrun's agent holds it. With other
-    launchers, rank 0 holds it, so a rank that fails after the end of rank 0 reports that rank 0
-    does not answer.)
+    If a rank fails, all ranks end, and one of them reports the cause:
+    - If an exception leaves the block, or if the device of a rank is not available (ValueError),
+      the rank that failed first raises its exception. Every other rank that still uses the group
+      raises SystemExit in place of its own exception. The exit code is the attribute `exit_code` of
+      that exception, else 1.
     - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
       that did not answer. Under spawn, the parent process reports this. torchrun reports it too,
       and often ends the ranks before one of them can.
-    - Otherwise, the rank that failed first raises its own exception.
-    Every other rank raises SystemExit in place of its exception. The exit code is the attribute
-    `exit_code` of the replaced exception, else 1.
+    - A rank that leaves the block by sys.exit (with any code) or KeyboardInterrupt counts as lost
+      for ranks that still use the group.
+    - A rank that has waited for the timeout gets no exception, and ends with exit code 1. After
+      another rank has reported an error, so does a rank that starts no collective for about the
+      timeout, or that waits for NCCL for a tenth of it. (torch can also end such a rank with
+      SIGABRT.)
 
-    Some ranks get no exception, and end with exit code 1:
-    - a rank that has waited for the timeout;
-    - after another rank has reported an error, a rank that starts no collective for about the
-      timeout, and a rank that waits for NCCL for a tenth of the timeout. (torch can also end such a
-      rank with SIGABRT.)
+    Several ranks report
+    - if their launch variables are wrong (ValueError), or if they cannot connect to the others in
+      time (ConnectionError);
+    - if torch's store is lost. The parent process of spawn or torchrun's agent holds it. With other
+      launchers, rank 0 holds it, so a rank that fails after the end of rank 0 reports that rank 0
+      does not answer.
+    No rank reports the cause if the rank that failed first needs seconds for its clean-up after the
+    block, because the launcher kills it soon after another rank has ended.
 
-    A rank that leaves the block by sys.exit (with any code) or KeyboardInterrupt counts as lost for
-    ranks that still use the group. sys.exit() and sys.exit(0) destroy the group, as the end of the
-    block does. Only after a block that destroyed its group can a program call process_group again.
+    sys.exit() and sys.exit(0) destroy the group, as the end of the block does. Only after a block
+    that destroyed its group can a program call process_group again.
     """
     world = read_launch_env()
     # End with the parent: torchrun or spawn's process, or a command that spawn has started.
@@ -143,8 +146,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     if world.local_size == world.size and sys.platform == "linux":
         # Let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Switch on torch's flight recorder, which _watch_ranks reads.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")
+    # _watch_ranks reads torch's flight recorder, and 0 would switch it off.
+    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "500"
     store = _connect_to_store(world, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
     main, clean = threading.get_ident(), False
     joined, block_ended = threading.Event(), threading.Event()
@@ -158,7 +162,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         # A second connection, because the main thread may block the first one.
         connection = store.clone()  # type: ignore[attr-defined]
         watcher = _in_thread(
-            lambda: _watch_ranks(world, connection, timeout, cuda, main, joined, block_ended)
+            lambda: _watch_ranks(world, connection, timeout, main, joined, block_ended)
         )
         try:
             dist.init_process_group(
@@ -280,7 +284,7 @@ def _agree_on_run_id(store: dist.Store, world: World) -> str:
 def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
     """Return normally if the caller must raise `error`. Otherwise, raise its replacement."""
     # gloo raises a bare RuntimeError with one of these texts in place of DistError.
-    texts = "/gloo/|Application timeout caused pair closure"
+    texts = r"\[\S*/gloo/\S+\]|Application timeout caused pair closure"
     from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
     consequence = from_gloo or isinstance(error, dist.DistError)
 
@@ -294,6 +298,7 @@ def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
             time.sleep(1)
         if store.add("reported", 1) > 1:
             raise SystemExit(getattr(error, "exit_code", 1))
+        store.set(f"reporter {world.rank}", "")  # for _wait_for_ranks
         return [f"{rank}" for rank in range(world.size) if not store.check([f"failed {rank}"])]
 
     try:
@@ -311,7 +316,6 @@ def _watch_ranks(
     world: World,
     store: dist.Store,
     timeout: float,
-    cuda: bool,
     main: int,
     joined: threading.Event,
     block_ended: threading.Event,
@@ -331,6 +335,7 @@ def _watch_ranks(
     NCCL does not notice that another rank has failed. So a rank that waits for NCCL ends after 2
     such intervals, if a rank has reported an error or the store is lost.
     """
+    cuda = world.device.type == "cuda"
     numbers: Any = None
     count = 0
     counts = list[int]()  # values of the counter while this rank was stuck
@@ -366,7 +371,12 @@ def _watch_ranks(
                 for rank, (written, place) in enumerate(states)
             ]
         seconds = len(counts) * timeout / 20
-        print(f"Error: no progress for {seconds:g} s: {', '.join(ranks)}", file=sys.stderr)
+        with suppress(OSError):  # of a closed pipe
+            print(
+                f"Error: no progress for {seconds:g} s: {', '.join(ranks)}",
+                file=sys.stderr,
+                flush=True,
+            )
         os._exit(1)
 
 
@@ -474,8 +484,9 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     Use it for slow work: the timeout of process_group does not apply. If a call hangs, all ranks
     wait for ever.
 
-    With several ranks, the call runs in a second thread. It must not use torch.distributed, and
-    must itself set torch.no_grad(), autocast and the current GPU, which torch keeps per thread.
+    With several ranks, the call runs in a second thread. It must not use torch.distributed. It must
+    itself set torch.no_grad(), autocast and the current GPU, which torch keeps per thread. And it
+    must not hold Python's GIL for as long as the timeout, as json.loads of a huge text does.
     """
     if world.size == 1:
         return call()
@@ -520,12 +531,12 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
 def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     """Catch SIGTERM, SIGINT (Ctrl-C) and SIGUSR1; yield a function that tells if one arrived.
 
-    In the block, these signals do not interrupt the program. Call the yielded function once per
-    step, together with any_rank, because a signal may reach only some ranks. Once true, it stays
-    true. A second SIGINT ends the process with exit code 130, without cleanup; in a notebook and at
-    a Python prompt, it raises KeyboardInterrupt. These signals have no effect while the main
-    thread waits in a collective, so a rank whose collective hangs ends only at the timeout. For the
-    workers of a DataLoader, see detach_worker.
+    In the block, these signals do not interrupt the program. (Blocked ones are unblocked, and stay
+    so.) Call the yielded function once per step, together with any_rank, because a signal may reach
+    only some ranks. Once true, it stays true. A second SIGINT ends the process with exit code 130,
+    without cleanup; in a notebook and at a Python prompt, it raises KeyboardInterrupt. These
+    signals have no effect while the main thread waits in a collective, so a rank whose collective
+    hangs ends only at the timeout. For the workers of a DataLoader, see detach_worker.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
@@ -580,7 +591,8 @@ def detach_worker(worker_id: int) -> None:
 def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
     """Run a command in `size` processes on this machine, and return the exit code.
 
-    Each process is a rank, with the variables that torchrun would set, and must use process_group.
+    Each process is a rank, with the variables that read_launch_env reads, and must use
+    process_group.
     A script in a file can start itself:
 
         if __name__ == "__main__":
@@ -590,19 +602,23 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
                 sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
 
     If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
-    process sends SIGTERM to all ranks and waits for them. A rank that is not in a block of
-    stop_signals ends by it, and counts as failed. A second SIGINT ends this process as in
-    stop_signals. If this process dies, Linux kills its ranks.
+    process sends SIGTERM to all ranks instead. A rank that is not in a block of stop_signals ends
+    by it, and counts as failed. Let your ranks exit with a code of their own after a stop signal:
+    no other result tells the caller that they have stopped early. A second SIGINT ends this process
+    as in stop_signals. If this process dies, Linux kills its ranks.
 
     command: its process must be the rank. So a shell, for example, must start the rank by `exec`.
-    timeout: seconds that the other ranks may continue after any rank has ended with 0. Then they
-        are killed.
+        The ranks inherit the signal mask.
+    timeout: seconds that the other ranks may continue after a rank has ended with 0, or after a
+        stop signal with any code. Then they are killed.
 
-    The result is 0, or the exit code of the rank that failed first (128 + N if signal N ended it).
-    But ChildProcessError names a rank that was killed after `timeout`, and a rank that has failed
-    if no rank has reported an error through process_group. (It is not raised if all ranks have
-    exited with the same code, or if a stop signal to this process has ended the rank.) ValueError
-    if size < 1, in a process that is a rank, and on Windows.
+    The result is 0, or the exit code of the rank that was the first to end with an error (128 + N
+    if signal N ended it). But ChildProcessError is raised
+    - if a rank was killed after `timeout`, or before it could print the error that it reports;
+    - if no rank has reported an error through process_group. (Not if all ranks have exited with the
+      same code, and not after Ctrl-C in a rank or a SIGTERM that this process has sent.)
+
+    ValueError if size < 1, in a process that is a rank, and on Windows.
     """
     if size < 1:
         raise ValueError(f"size is {size}; spawn needs at least 1 process")
@@ -623,18 +639,26 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "SPAWNED_BY": f"{os.getpid()}",
     }
-    end_with_parent = partial(_die_with_parent, os.getpid())
+    parent, mask = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def prepare() -> None:
+        """Runs in the process of each rank before the command."""
+        _die_with_parent(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # stop_signals has changed it
+
     ranks = list[subprocess.Popen[bytes]]()
-    try:
-        for rank in range(size):
-            own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-            ranks.append(subprocess.Popen(command, env=env | own, preexec_fn=end_with_parent))
-        with stop_signals() as stop_requested:
+    with stop_signals() as stop_requested:
+        try:
+            for rank in range(size):
+                own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+                ranks.append(subprocess.Popen(command, env=env | own, preexec_fn=prepare))
             return _wait_for_ranks(ranks, stop_requested, timeout, store)
-    finally:  # KeyboardInterrupt, or the system could not start all ranks
-        for process in ranks:
-            process.kill()
-            process.wait()
+        finally:
+            # Ranks are left after a timeout, after KeyboardInterrupt, and if not all could start.
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.wait()
 
 
 def _wait_for_ranks(
@@ -643,13 +667,12 @@ def _wait_for_ranks(
     timeout: float,
     store: dist.Store,
 ) -> int:
-    """Wait until all ranks have ended, as `spawn` describes."""
+    """Wait until all ranks have ended, or until `spawn` must kill the others."""
     to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
     while True:
         now = time.monotonic()
         codes = [rank.poll() for rank in ranks]
-        if not code and any(codes):
-            code = next(filter(None, codes))
+        if not code and (code := next(filter(None, codes), 0)):
             failed = codes.index(code)
             # Whoever adds the first 1 to the key "reported" reports the error. The key has the
             # prefixes of _connect_to_store and process_group. Adding 0 reads the number of the last
@@ -659,23 +682,23 @@ def _wait_for_ranks(
                 problem = f"rank {failed} ended with exit code {code}"
                 if code < 0:
                     problem = f"rank {failed} was killed by {signal.Signals(-code).name}"
-            deadline = now + 4
-        if None not in codes:
+        if set(codes) != {None}:
+            grace = 4 if code and not stop_requested() else timeout
+            deadline = min(deadline, now + grace)
+        if None not in codes or now >= deadline:
             break
-        if 0 in codes:
-            deadline = min(deadline, now + timeout)
-        if now >= deadline:
-            if not code:
-                code = 1
-                problem = f"rank {codes.index(None)} had not ended {timeout:g} s after another rank"
-            for rank in ranks:
-                rank.kill()
         # Only one SIGTERM for each rank: a second could come when the rank no longer catches it.
         while to_stop and stop_requested():
             to_stop.pop().terminate()
         time.sleep(0.02)
     if stop_requested() and code == -signal.SIGTERM:  # This process has sent it.
         problem = ""
+    for number, ended in enumerate(codes):
+        # A rank that is killed now has not printed the error that it must report.
+        if ended is None and (not code or store.check([f"0/group {group}/reporter {number}"])):
+            problem = f"rank {number} had not ended {grace:g} s after another rank"
+            code = code or 1
+            break
     # `problem` is empty, too, if no rank failed, or if one has reported its error first.
     if problem and code not in (130, -signal.SIGINT) and (code < 0 or set(codes) != {code}):
         raise ChildProcessError(problem)

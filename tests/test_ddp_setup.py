@@ -546,6 +546,25 @@ def test_at_a_python_prompt_a_second_sigint_ends_the_ranks_but_not_the_process()
     assert (ran.returncode, ran.stdout) == (0, f"{[-signal.SIGKILL.value] * 2}\n"), ran
 
 
+INTERRUPTED_START = """
+import os, signal, sys
+import ddp_setup
+sys.ps1 = ">>> "
+class Sleep(os.PathLike):
+    def __fspath__(self):  # Popen calls this before it starts a rank.
+        os.kill(os.getpid(), signal.SIGINT)
+        Sleep.__fspath__ = lambda self: "sleep"
+        return "sleep"
+print(ddp_setup.spawn([Sleep(), "300"], 2))
+"""
+
+
+def test_a_stop_signal_while_the_ranks_are_started_ends_all_of_them():
+    command = [sys.executable, "-c", INTERRUPTED_START]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, **START)
+    assert (ran.returncode, ran.stdout) == (0, f"{128 + signal.SIGTERM}\n"), ran
+
+
 START_FAILS = """
 import subprocess
 import ddp_setup
@@ -750,6 +769,7 @@ LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/buffer.cc:81] Timed out wa
         (RuntimeError(BY_GLOO), "0123", ""),  # All have failed, so no rank was lost.
         (dist.DistBackendError("wrong sizes"), "0123", ""),
         (RuntimeError(LIKE_GLOO), "0", None),
+        (RuntimeError("no file /data/gloo/rows.pt"), "0", None),
         (NotImplementedError(BY_GLOO), "0", None),  # gloo raises a bare RuntimeError.
     ],
     ids=lambda value: None if isinstance(value, Exception) else f"{value}"[:28],
@@ -854,8 +874,9 @@ c10d = torch._C._distributed_c10d
 c10d._dump_nccl_trace_json = lambda *_: json.dumps({"pg_status": {"0": group}})
 store, joined = dist.TCPStore("127.0.0.1", int(sys.argv[1])), threading.Event()
 joined.set()
-env, main, nccl = ddp_setup.World(1, 1, 2, 2), threading.get_ident(), sys.argv[2] == "nccl"
-ddp_setup._watch_ranks(env, store, float(sys.argv[3]), nccl, main, joined, threading.Event())
+device = torch.device("cuda" if sys.argv[2] == "nccl" else "cpu")
+world, main = ddp_setup.World(1, 1, 2, 2, device), threading.get_ident()
+ddp_setup._watch_ranks(world, store, float(sys.argv[3]), main, joined, threading.Event())
 """
 
 
@@ -882,6 +903,16 @@ def test_with_nccl_a_rank_that_waits_ends_early_after_the_store_was_lost():
     # Before this line are warnings of torch about the lost connection.
     found = re.search(r"^Error: no progress for (\d+) s: no answer from rank 0\n\Z", error, re.M)
     assert process.returncode == 1 and found and int(found[1]) < 20, error
+
+
+def test_a_stuck_rank_ends_although_its_message_cannot_be_printed():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    command = [sys.executable, "-c", WATCH, f"{store.port}", "nccl", "0.5"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stderr=writer, cwd=ROOT, timeout=100)
+    os.close(writer)
+    assert ended.returncode == 1 and store.add("reported", 0) == 1
 
 
 def test_beside_nccl_a_rank_that_waits_in_a_group_of_gloo_is_noticed(tmp_path):
@@ -1005,6 +1036,53 @@ def test_the_exit_codes_of_the_ranks_and_whether_one_has_reported_decide_the_res
 def test_a_rank_that_ends_by_the_sigterm_of_spawn_is_no_error(codes, stopped):
     ended = [SimpleNamespace(poll=lambda code=code: code) for code in codes]
     assert ddp_setup._wait_for_ranks(ended, lambda: True, 60, dist.HashStore()) == stopped
+
+
+@pytest.fixture
+def wait_for_ranks(monkeypatch):
+    """Return a function that calls _wait_for_ranks for ranks that end with a code after a time.
+
+    It returns the result or the error, and the seconds until then, by a clock that costs no time.
+    """
+    now = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
+    )
+    monkeypatch.setattr(ddp_setup, "time", clock)
+
+    def wait(ranks, store, timeout=60.0, stopped=False):
+        ranks = [
+            SimpleNamespace(
+                poll=lambda code=code, end=end: code if now[0] >= end else None,
+                terminate=lambda: None,
+            )
+            for code, end in ranks
+        ]
+        try:
+            result = ddp_setup._wait_for_ranks(ranks, lambda: stopped, timeout, store)
+        except ChildProcessError as error:
+            result = f"{error}"
+        return result, round(now[0])
+
+    return wait
+
+
+@pytest.mark.parametrize("reporter", [None, 0, 1])
+def test_a_rank_that_is_killed_before_it_has_printed_the_error_is_named(reporter, wait_for_ranks):
+    store = dist.HashStore()
+    store.add("0/group 0/reported", 1)
+    store.set(f"0/group 0/reporter {reporter}", "")
+    killed = "rank 0 had not ended 4 s after another rank"
+    assert wait_for_ranks([(0, 60), (5, 0)], store) == (5 if reporter != 0 else killed, 4)
+
+
+def test_after_a_stop_signal_a_rank_may_save_for_longer_than_others(wait_for_ranks):
+    assert wait_for_ranks([(3, 20), (3, 0)], dist.HashStore(), stopped=True) == (3, 20)
+
+
+def test_a_failure_does_not_prolong_the_timeout(wait_for_ranks):
+    result = wait_for_ranks([(0, 0), (5, 0.5), (0, 60)], dist.HashStore(), timeout=1.0)
+    assert result == ("rank 1 ended with exit code 5", 1)
 
 
 def test_sys_exit_of_one_rank_with_a_code_is_named_once(runs):

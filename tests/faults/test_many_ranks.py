@@ -128,7 +128,7 @@ def hang(env, store):
     main = threading.main_thread().ident
     joined = threading.Event()
     joined.set()
-    ddp_setup._watch_ranks(env, store, 4, False, main, joined, threading.Event())
+    ddp_setup._watch_ranks(env, store, 4, main, joined, threading.Event())
 
 
 def end_thread(_):
@@ -255,7 +255,7 @@ def test_at_the_start_each_rank_but_rank_0_makes_three_requests():
 
 def test_after_a_failure_each_rank_makes_two_requests_and_one_asks_for_all():
     few, many = traffic(8, failure), traffic(64, failure)
-    assert sorted(requests for requests, _ in many) == [2] * 63 + [2 + 64]
+    assert sorted(requests for requests, _ in many) == [2] * 63 + [3 + 64]
     assert_linear(few, many)
 
 
