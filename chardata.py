@@ -131,6 +131,7 @@ def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | Non
 def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[Tokens, str]:
     """Return the ids of texts, and their vocabulary."""
     texts, tokens = [], []
+    advice = "" if chars else " (tokenizer 'byte' can read any file)"
     try:
         for name, array in zip(names, raw):
             texts.append(array.tobytes().decode())
@@ -139,7 +140,7 @@ def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[Tok
             if text:
                 tokens.append(encode(text, "char", chars))
     except ValueError as error:  # `name` is the file at which a loop stopped
-        raise ValueError(f"{name}: {error} (tokenizer 'byte' can read any file)") from None
+        raise ValueError(f"{name}: {error}{advice}") from None
     return tokens, chars
 
 
@@ -153,7 +154,8 @@ def _read_file(name: str) -> np.ndarray:
                 raise ValueError(f"{array.shape} {array.dtype} in {size} bytes")
         except Exception as error:  # a damaged file can cause almost any exception
             raise ValueError(
-                f"{name}: not one complete 1-d .npy of unsigned integers: {error}"
+                f"{name}: must be one complete 1-d array of unsigned integers, for example after "
+                f".astype('uint32'): {error}"
             ) from None
         return array
     if name.endswith(".bin"):
@@ -422,10 +424,13 @@ def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
 def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
     """Return this rank's part of a random permutation of range(n), (k,) int64.
 
-    Use it for data other than Tokens, such as the rows of a torch Dataset. n: at least 1. Over all
-    ranks, each index occurs exactly once. k differs by at most one between ranks. The array can be
-    the sampler of a DataLoader. Make a new DataLoader for each epoch.
+    Use it for data other than Tokens, such as the rows of a torch Dataset. Over all ranks, each
+    index occurs exactly once. k differs by at most one between ranks. The array can be the sampler
+    of a DataLoader. Make a new DataLoader for each epoch. Raises ValueError if n < 1 or if rank is
+    not one of world_size ranks.
     """
+    if n < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"n is {n}, rank is {rank}, world_size is {world_size}: they do not fit")
     return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
 
 
@@ -439,6 +444,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     range(a * b). It is repeated while the result is n or more ("cycle walking", Black and Rogaway,
     2002).
     """
+    n = int(n)  # NumPy would mix its int64 and uint64 to float64.
     a = math.isqrt(n - 1) + 1
     b = (n - 1) // a + 1
     out = np.array(index, np.uint64)

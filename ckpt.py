@@ -25,11 +25,12 @@ ddp_setup.py, so a ValueError or OSError of newest() or save() is raised on all 
 NotImplementedError (a sharded checkpoint): only rank 0 raises it, and the other ranks wait until
 rank 0 ends.
 
-To save while the training continues, use one ThreadPoolExecutor(1) for all saves, and call result()
-of each future: it raises the error of the save. On a CPU, its thread should use one OpenMP thread,
-so that it does not slow the training down. So call torch.get_num_threads(), and then create the
-executor with initializer=torch.set_num_threads and initargs=(1,). get_num_threads() fixes the
-number for the training thread. Otherwise, that number can become 1 as well.
+To save while the training continues, use one executor for all saves, and call result() of each
+future: it raises the error of the save. On a CPU, its thread should use one OpenMP thread, so that
+it does not slow the training down:
+
+    torch.get_num_threads()    # keeps the number of the training thread: it could become 1 as well
+    executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
 A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
 first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` can read the
@@ -125,7 +126,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             tensor = tensor.full_tensor()
         return tensor.detach().to("cpu", copy=True) if rank0 else None
 
-    copies = tree_map_only(Tensor, to_cpu, state)
+    copies = tree_map(lambda v: to_cpu(v) if isinstance(v, Tensor) else copy.deepcopy(v), state)
     return {**copies, **more} if rank0 else {}
 
 
@@ -149,7 +150,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     Not supported are SparseAdam, LBFGS, optimizers that wrap another one (pass the inner one),
     optimizers whose step() has no argument `closure`, those with a state in param_groups (Prodigy)
     or under a key that is not a parameter, and those whose state changes its names or shapes during
-    training.
+    training. In torch 2.11, Adagrad cannot continue from a checkpoint without a state of it.
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.

@@ -86,9 +86,9 @@ def train_(
     step, it deletes the gradients of the optimizers' parameters. Sparse gradients are not
     supported.
 
-    start: number of steps that an earlier run has done. `steps` must begin after these. Only the
-        end of `steps` ends train_. So if your loop has `if step == last: break`, do not call train_
-        with start == last: its first step would be last + 1, and the loop would not break.
+    start: number of steps that an earlier run has done. `steps` must begin after these. If
+        your loop has `if step == last: break`, do not call train_ when start is already `last`: its
+        first step would be last + 1, and only the end of `steps` would end it.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
         the global batch, or 0 on a rank that has no data left. Such a rank gives any one
         micro-batch, which gets the weight 0. But it must have a finite loss and gradient, and it
@@ -148,7 +148,7 @@ def train_(
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-        if not batches:
+        if not batches:  # must be a list, as from group_batches
             raise ValueError(
                 "a step has no micro-batch on this rank: pass any micro-batch, with the count 0"
             )
@@ -280,8 +280,9 @@ def evaluate(
         after the next one.
 
     evaluate runs the model in evaluation mode, without gradients, and restores the earlier modes.
-    With DDP, loss_fn gets the module inside DDP. First, all ranks get the buffers of rank 0, such
-    as BatchNorm statistics.
+    With DDP, loss_fn gets the module inside DDP. (A DDP inside another module can hang here: for
+    example, give AveragedModel the module inside DDP.) First, all ranks get the buffers of rank 0,
+    such as BatchNorm statistics.
     """
     replica = getattr(model, "_orig_mod", model)  # torch.compile keeps the model there
     if isinstance(replica, nn.parallel.DistributedDataParallel):

@@ -135,7 +135,11 @@ class Flags:
         None, "Model to start from: an --out, a nanoGPT checkpoint, or a Hugging Face GPT-2.", PATH
     )
     epochs: int = option(1, "Passes over the training data.", COUNT)
-    steps: int | None = option(None, "Last step, even if --epochs has more.", COUNT)
+    steps: int | None = option(
+        None,
+        "Last step, even if --epochs has more. The learning rate decays until the last step.",
+        COUNT,
+    )
     optimizer: str = option(
         "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
     )
@@ -540,7 +544,7 @@ def load_data(
             raise ValueError(f"its tokens are of kind {corpus.kind}; the model needs {kind}")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
             raise ValueError(
-                f"is not the data of the run in {flags.out}; name other data, or another --out"
+                f"is not the data that the run in {flags.out} had; give that, or another --out"
             )
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
         block_size = flags.block_size
@@ -844,6 +848,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
     invoke_without_command=True,
     context_settings={
         "auto_envvar_prefix": "DDPKIT",
+        "help_option_names": ["-h", "--help"],
         "show_default": True,
         "max_content_width": 100,
     },

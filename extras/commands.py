@@ -111,15 +111,16 @@ def add_commands(
         "--format",
         type=FORMATS,
         required=True,
-        help="safetensors writes a file, the others a folder. checkpoint writes a folder with one "
-        "complete checkpoint, from which training can continue.",
+        help="safetensors writes a file, the others a folder. hf and nanogpt are only for models "
+        "with --arch gpt2. checkpoint is one complete checkpoint, from which training can "
+        "continue.",
     )
     @click.option("-o", "--output", required=True, metavar="PATH", help="Must not exist.")
     def export(out: str, format: str, output: str) -> None:
         """Write the newest checkpoint in OUT for other programs. --init-from reads it again.
 
         \b
-          python run.py export out --format hf -o gpt2-mine
+          python run.py export out --format safetensors -o mine.safetensors
         """
         with usage_errors():
             if not output:

@@ -146,6 +146,19 @@ def test_the_indices_of_all_ranks_are_a_partition(n, world_size):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+@pytest.mark.parametrize("n, rank, world_size", [(10, 2, 1), (10, 2, 2), (10, -1, 2), (0, 0, 1)])
+def test_rank_indices_refuse_a_rank_that_does_not_exist_and_no_rows(n, rank, world_size):
+    with pytest.raises(ValueError, match=f"n is {n}, rank is {rank}, world_size is {world_size}"):
+        chardata.rank_indices(n, rank, world_size, 0, 0)
+
+
+def test_the_number_of_indices_may_be_an_integer_of_numpy():
+    n = np.arange(10).sum()
+    assert np.array_equal(
+        chardata.rank_indices(n, 0, 1, 0, 0), chardata.rank_indices(45, 0, 1, 0, 0)
+    )
+
+
 def test_rank_indices_are_a_sampler_for_a_data_loader_and_differ_between_epochs():
     which = [(0, 0), (0, 0), (1, 0), (0, 1)]
     a, same, next_epoch, other_seed = (chardata.rank_indices(50, 1, 3, *w) for w in which)
@@ -772,7 +785,9 @@ def npz():
     return file.getvalue()
 
 
-NOT_NPY = "not one complete 1-d .npy of unsigned integers: "
+NOT_NPY = (
+    "must be one complete 1-d array of unsigned integers, for example after .astype('uint32'): "
+)
 
 
 @pytest.mark.parametrize(
@@ -812,6 +827,14 @@ def test_a_file_that_is_damaged_or_of_another_kind_is_named(name, content, messa
     with pytest.raises(ValueError) as caught:
         read(tmp_path / name, "char", chars="abc")
     assert str(tmp_path / name) in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize("chars", ["", "abc"])
+def test_only_for_a_new_vocabulary_the_advice_is_to_read_bytes(chars, tmp_path):
+    (tmp_path / "x.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match="can't decode byte") as caught:
+        read(tmp_path / "x.txt", "char", chars=chars)
+    assert ("tokenizer 'byte' can read any file" in str(caught.value)) == (not chars)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 10, 12, 2048])

@@ -1,5 +1,6 @@
 """Tests of ckpt: what is read is what was saved, bit for bit, and what was damaged is never used."""
 
+import collections
 import copy
 import hashlib
 import io
@@ -739,6 +740,14 @@ def test_check_same_names_the_difference(name, change, message):
         state["model"][name] = change(value)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ckpt.check_same(state["model"], model.state_dict())
+
+
+@pytest.mark.parametrize("extra", [{1, 2}, collections.Counter("ab"), bytearray(b"ab")], ids=repr)
+def test_a_snapshot_does_not_change_with_the_extra_state_of_the_model(extra):
+    before = copy.deepcopy(extra)
+    state = ckpt.snapshot(WithExtraState(extra), [])
+    extra.clear()
+    assert state["model"]["_extra_state"] == before
 
 
 class WithExtraState(nn.Module):

@@ -543,7 +543,7 @@ def test_token_ids_can_be_trained_on_sampled_and_evaluated(tmp_path):
     assert ran.code == 0 and "over 299 tokens" in ran.out, ran
     assert f"loss {evaluations(out)[60]:.4f} " in ran.out
     np.save(tmp_path / "ids.npy", np.arange(3000, dtype=np.uint16) % 6)
-    assert_one_line(run("eval", "--out", out), "ids.npy: is not the data of the run in")
+    assert_one_line(run("eval", "--out", out), "ids.npy: is not the data that the run in")
     greedy = ["--max-new-tokens", 4, "--temperature", 0]
     ran = run("sample", "--out", out, "--prompt", "1 2 3 ", *greedy)
     assert ran.code == 0, ran
@@ -1211,7 +1211,7 @@ def test_help_lists_every_flag_and_does_not_import_torch():
     ran = run("--help", launcher=[sys.executable, "-X", "importtime", "run.py"])
     assert ran.code == 0 and " click" in ran.err
     assert not re.search(r"\| +(torch|numpy|gpt|loop|ckpt|chardata)\b", ran.err)
-    shown = set(re.findall(r"^  (--[\w-]+)", ran.out, re.MULTILINE))
+    shown = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", ran.out, re.MULTILINE))
     flags = """--data --tokenizer --vocab --val-fraction --out --epochs --steps --batch-size --accum
         --block-size --layers --heads --embd --dropout --arch --optimizer --lr --embedding-lr --momentum --min-lr
         --warmup

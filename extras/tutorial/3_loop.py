@@ -34,7 +34,7 @@ def main(world):
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
     replica = ddp_setup.replicate(model, world)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step, rows = 0, 96 // 2 // world.size  # rows in a micro-batch: 2 of them per rank and step
+    step, rows = 0, 96 // 2 // world.size  # micro-batch size; each rank takes 2 of them per step
     for epoch in range(3):
         mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
         loader = DataLoader(train, batch_size=rows, sampler=mine)

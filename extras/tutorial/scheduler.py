@@ -67,7 +67,7 @@ def main(world, stop):
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
     replica = ddp_setup.replicate(model, world)
     opt = torch.optim.AdamW(model.parameters(), lr=0.02)
-    rows = 96 // 2 // world.size  # rows in a micro-batch: 2 of them per rank and step
+    rows = 96 // 2 // world.size  # micro-batch size; each rank takes 2 of them per step
     steps_per_epoch = math.ceil(len(train) / (2 * rows * world.size))
     # Optimizer steps, not micro-batches. get_last_lr() does not return the momentum, so leave it.
     scheduler = torch.optim.lr_scheduler.OneCycleLR(

@@ -65,7 +65,7 @@ def main(world, stop):
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
     replica = ddp_setup.replicate(model, world)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    rows = 96 // 2 // world.size  # rows in a micro-batch: 2 of them per rank and step
+    rows = 96 // 2 // world.size  # micro-batch size; each rank takes 2 of them per step
     steps_per_epoch = math.ceil(len(train) / (2 * rows * world.size))
     step, run_id = resume_(replica, opt, world)
     if world.rank == 0:

@@ -87,7 +87,7 @@ def test_a_description_counts_tied_weights_once_and_takes_the_last_metrics():
         "model       gpt2, 2 layers, 1 heads, width 4, block size 8",
         "vocabulary  3 tokens of kind char",
         "parameters  17 (0.0 MB; optimizers 0.0 MB)",
-        "trained     1,200 steps, 128 tokens, unknown epochs (at step 2)",
+        "trained     1,200 steps; at step 2: 128 tokens, unknown epochs",
         "loss        training 3.0000, validation 2.5000",
         "made with   torch 2, ranks 4",
         "flags       --arch gpt2 --layers 2 --heads 1 --embd 4 --block-size 8 --lr 0.1",
@@ -97,9 +97,9 @@ def test_a_description_counts_tied_weights_once_and_takes_the_last_metrics():
 def test_tokens_and_epochs_are_those_of_the_step_of_the_checkpoint():
     metrics = [f'{{"step": {n}, "tokens": {64 * n}, "epoch": {n / 4}}}' for n in (1199, 1200, 1201)]
     text = describe.describe(STATE, "\n".join(metrics), "")
-    assert "1,200 steps, 76,800 tokens, 300 epochs\n" in text
+    assert "1,200 steps; 76,800 tokens, 300 epochs\n" in text
     text = describe.describe(STATE, metrics[0], "")
-    assert "1,200 steps, 76,736 tokens, 299.8 epochs (at step 1,199)" in text
+    assert "1,200 steps; at step 1,199: 76,736 tokens, 299.8 epochs" in text
 
 
 def test_the_state_of_the_last_checkpoint_that_verifies_is_returned_with_a_line_on_each():
@@ -132,7 +132,7 @@ def test_info_describes_the_newest_checkpoint_and_lists_which_verify(done, tmp_p
         "gpt2, 1 layers, 2 heads, width 16, block size 16",
         "18 tokens of kind char",
         f"{sum(p.numel() for p in model.parameters()):,} (",
-        f"40 steps, {last['tokens']:,} tokens",
+        f"40 steps; {last['tokens']:,} tokens",
         f"training {last['loss']:.4f}, validation {metrics(out)[-1]['val_loss']:.4f}",
         f"torch {torch.__version__}",
         "--batch-size 8",
@@ -148,7 +148,7 @@ def test_info_needs_nothing_but_the_checkpoint(done, tmp_path):
     shutil.copy(checkpoints(done("gpt2")[1])[-1], tmp_path)
     ran = run("info", tmp_path)
     assert (
-        ran.code == 0 and "40 steps, unknown tokens" in ran.out and "made with   unknown" in ran.out
+        ran.code == 0 and "40 steps; unknown tokens" in ran.out and "made with   unknown" in ran.out
     ), ran
 
 
