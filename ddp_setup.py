@@ -115,8 +115,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
       raises SystemExit in place of its own exception. The exit code is the attribute `exit_code` of
       that exception, else 1.
     - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
-      that did not answer. Under spawn, the parent process reports this. torchrun reports it too,
-      and often ends the ranks before one of them can.
+      that did not answer. But under spawn, the process that called spawn reports this. torchrun
+      reports it too, and often ends the ranks before one of them can.
     - A rank that leaves the block by sys.exit (with any code) or KeyboardInterrupt counts as lost
       for ranks that still use the group.
     - A rank that has waited for the timeout gets no exception, and ends with exit code 1. After
@@ -127,9 +127,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     Several ranks report
     - if their launch variables are wrong (ValueError), or if they cannot connect to the others in
       time (ConnectionError);
-    - if torch's store is lost. The parent process of spawn or torchrun's agent holds it. With other
-      launchers, rank 0 holds it, so a rank that fails after the end of rank 0 reports that rank 0
-      does not answer.
+    - if torch's store is lost, through which the ranks agree on who reports. It is in the process
+      that called spawn, or in torchrun's agent. With other launchers, it is in the process of rank
+      0, so a rank that fails after the end of rank 0 reports that rank 0 does not answer.
     No rank reports the cause if the rank that failed first needs seconds for its clean-up after the
     block, because the launcher kills it soon after another rank has ended.
 
@@ -137,7 +137,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     that destroyed its group can a program call process_group again.
     """
     world = read_launch_env()
-    # End with the parent: torchrun or spawn's process, or a command that spawn has started.
+    # End with the parent: torchrun, the process that called spawn, or a command that spawn started.
     if {"SPAWNED_BY", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if world.size == 1:
@@ -241,8 +241,8 @@ def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
 
     def connect() -> dist.Store:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        restarts = "TORCHELASTIC_RUN_ID" in os.environ
-        return dist.PrefixStore(_agree_on_run_id(store, world) if restarts else "0", store)
+        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        return dist.PrefixStore(_agree_on_run_id(store, world) if torchrun else "0", store)
 
     try:
         # In a thread, because torch can wait for ever, and the main thread must handle signals.
@@ -259,8 +259,9 @@ def _agree_on_run_id(store: dist.Store, world: World) -> str:
 
     The id is a random word of rank 0. All keys get it as a prefix, because torchrun's store keeps
     old keys, such as "reported", when torchrun restarts the ranks. It also keeps old messages. So
-    each other rank sends a new random word, waits for the reply to this word, and sends the id
-    back. Queues need a store with libuv, torch's default on Linux and macOS.
+    each rank above 0 sends a new random word to rank 0, waits for the reply to this word, which is
+    the id, and sends the id to rank 0 to confirm it. Queues need a store with libuv, torch's
+    default on Linux and macOS.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """
@@ -283,7 +284,8 @@ def _agree_on_run_id(store: dist.Store, world: World) -> str:
 
 def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
     """Return normally if the caller must raise `error`. Otherwise, raise its replacement."""
-    # gloo raises a bare RuntimeError with one of these texts in place of DistError.
+    # `consequence`: whether the error only shows that another rank has failed. torch then raises
+    # DistError, or for gloo, a bare RuntimeError with one of these texts.
     texts = r"\[\S*/gloo/\S+\]|Application timeout caused pair closure"
     from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
     consequence = from_gloo or isinstance(error, dist.DistError)
@@ -364,7 +366,8 @@ def _watch_ranks(
                 json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
                 for rank in range(world.size)
             ]
-            # A rank answers if it has stored a state since the count three intervals ago.
+            # A rank answers if it has stored a state in the last three intervals. Of the last four
+            # counts of this rank, the first is that before these intervals.
             oldest = counts[-4:][0]
             ranks = [
                 f"rank {rank} at {place}" if written > oldest else f"no answer from rank {rank}"
@@ -562,7 +565,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
                 os.write(2, f"\n{notice}\n".encode())
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    if hasattr(signal, "pthread_sigmask"):
+    # The program can have blocked them, to lose none before this block.
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield lambda: bool(received)
@@ -592,8 +596,7 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
     """Run a command in `size` processes on this machine, and return the exit code.
 
     Each process is a rank, with the variables that read_launch_env reads, and must use
-    process_group.
-    A script in a file can start itself:
+    process_group. A script in a file can start itself:
 
         if __name__ == "__main__":
             if "RANK" in os.environ:
