@@ -115,8 +115,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
       raises SystemExit in place of its own exception. The exit code is the attribute `exit_code` of
       that exception, else 1.
     - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
-      that did not answer. But under spawn, the process that called spawn reports this. torchrun
-      reports it too, and often ends the ranks before one of them can.
+      that have reported no error themselves. But under spawn, the process that called spawn reports
+      this. torchrun reports it too, and often ends the ranks before one of them can. With NCCL,
+      ranks do not notice that another one is lost, and wait for the timeout.
     - A rank that leaves the block by sys.exit (with any code) or KeyboardInterrupt counts as lost
       for ranks that still use the group.
     - A rank that has waited for the timeout gets no exception, and ends with exit code 1. After
@@ -129,7 +130,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
       time (ConnectionError);
     - if torch's store is lost, through which the ranks agree on who reports. It is in the process
       that called spawn, or in torchrun's agent. With other launchers, it is in the process of rank
-      0, so a rank that fails after the end of rank 0 reports that rank 0 does not answer.
+      0, so each rank that fails after the end of rank 0 reports.
     No rank reports the cause if the rank that failed first needs seconds for its clean-up after the
     block, because the launcher kills it soon after another rank has ended.
 
@@ -554,12 +555,14 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
         if forked and number == signal.SIGTERM:
             os._exit(128 + number)
         received.append(number)
-        if received.count(signal.SIGINT) > 1:
+        if number != signal.SIGINT:
+            return
+        if received.count(number) > 1:
             if hasattr(sys, "ps1"):  # Keep a notebook's kernel, or a Python prompt, alive.
                 raise KeyboardInterrupt
             os._exit(130)
         rank0 = os.environ.get("RANK", "0") == "0" and not forked
-        if notice and rank0 and number == signal.SIGINT and os.isatty(2):
+        if notice and rank0 and os.isatty(2):
             with suppress(OSError):
                 # print() would fail if the signal has interrupted another print().
                 os.write(2, f"\n{notice}\n".encode())
@@ -604,11 +607,11 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
             else:
                 sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
 
-    If a rank fails, the others get 4 seconds to end and are then killed. After a stop signal, this
-    process sends SIGTERM to all ranks instead. A rank that is not in a block of stop_signals ends
-    by it, and counts as failed. Let your ranks exit with a code of their own after a stop signal:
-    no other result tells the caller that they have stopped early. A second SIGINT ends this process
-    as in stop_signals. If this process dies, Linux kills its ranks.
+    If a rank fails, the others get at most 4 seconds to end and are then killed. But after a stop
+    signal, this process sends SIGTERM to all ranks, and `timeout` applies. A rank that is not in a
+    block of stop_signals ends by it, and counts as failed. Let your ranks exit with a code of their
+    own after a stop signal: no other result tells the caller that they have stopped early. A second
+    SIGINT ends this process as in stop_signals. If this process dies, Linux kills its ranks.
 
     command: its process must be the rank. So a shell, for example, must start the rank by `exec`.
         The ranks inherit the signal mask.
@@ -616,10 +619,11 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
         stop signal with any code. Then they are killed.
 
     The result is 0, or the exit code of the rank that was the first to end with an error (128 + N
-    if signal N ended it). But ChildProcessError is raised
-    - if a rank was killed after `timeout`, or before it could print the error that it reports;
-    - if no rank has reported an error through process_group. (Not if all ranks have exited with the
-      same code, and not after Ctrl-C in a rank or a SIGTERM that this process has sent.)
+    if signal N ended it). But ChildProcessError names
+    - a rank that was killed after `timeout`, or before it could print the error that it reports;
+    - otherwise a rank that has failed, if no rank has reported an error through process_group. (Not
+      if all ranks have exited with the same code, or if a SIGTERM of this process has ended it.)
+    It is not raised if Ctrl-C has ended the rank that failed first.
 
     ValueError if size < 1, in a process that is a rank, and on Windows.
     """
@@ -671,7 +675,7 @@ def _wait_for_ranks(
     store: dist.Store,
 ) -> int:
     """Wait until all ranks have ended, or until `spawn` must kill the others."""
-    to_stop, deadline, code, problem = list(ranks), math.inf, 0, ""
+    to_stop, deadline, grace, code, problem = list(ranks), math.inf, math.inf, 0, ""
     while True:
         now = time.monotonic()
         codes = [rank.poll() for rank in ranks]
@@ -686,8 +690,9 @@ def _wait_for_ranks(
                 if code < 0:
                     problem = f"rank {failed} was killed by {signal.Signals(-code).name}"
         if set(codes) != {None}:
-            grace = 4 if code and not stop_requested() else timeout
-            deadline = min(deadline, now + grace)
+            wait = 4 if code and not stop_requested() else timeout
+            if now + wait < deadline:
+                deadline, grace = now + wait, wait
         if None not in codes or now >= deadline:
             break
         # Only one SIGTERM for each rank: a second could come when the rank no longer catches it.
@@ -697,8 +702,8 @@ def _wait_for_ranks(
     if stop_requested() and code == -signal.SIGTERM:  # This process has sent it.
         problem = ""
     for number, ended in enumerate(codes):
-        # A rank that is killed now has not printed the error that it must report.
-        if ended is None and (not code or store.check([f"0/group {group}/reporter {number}"])):
+        # After 4 s, only a rank that must report an error counts: it has not printed it yet.
+        if ended is None and (grace != 4 or store.check([f"0/group {group}/reporter {number}"])):
             problem = f"rank {number} had not ended {grace:g} s after another rank"
             code = code or 1
             break
@@ -709,7 +714,7 @@ def _wait_for_ranks(
 
 
 def _die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends (Linux only)."""
+    """Exit if the parent has ended. When it ends later, Linux kills this process."""
     # 9 is SIGKILL, which has no name on Windows.
     torch.multiprocessing._prctl_pr_set_pdeathsig(9)  # type: ignore[attr-defined]
     if os.getppid() != parent:

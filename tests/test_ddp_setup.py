@@ -1082,7 +1082,13 @@ def test_after_a_stop_signal_a_rank_may_save_for_longer_than_others(wait_for_ran
 
 def test_a_failure_does_not_prolong_the_timeout(wait_for_ranks):
     result = wait_for_ranks([(0, 0), (5, 0.5), (0, 60)], dist.HashStore(), timeout=1.0)
-    assert result == ("rank 1 ended with exit code 5", 1)
+    assert result == ("rank 2 had not ended 1 s after another rank", 1)
+
+
+@pytest.mark.parametrize("code", [3, -signal.SIGTERM])
+def test_a_rank_that_is_killed_after_a_stop_signal_is_named(code, wait_for_ranks):
+    killed = "rank 1 had not ended 60 s after another rank", 60
+    assert wait_for_ranks([(code, 0), (0, 100)], dist.HashStore(), stopped=True) == killed
 
 
 def test_sys_exit_of_one_rank_with_a_code_is_named_once(runs):
