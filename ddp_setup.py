@@ -105,32 +105,32 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         else gloo.
     timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends, and one
         such rank prints the current program lines of every rank. Use wait_together for work that
-        may take longer. The timeout does not apply to torch.distributed.new_group and
-        monitored_barrier. With gloo, send and recv wait for twice the timeout, and then raise an
-        exception.
+        may take longer. The timeout does not apply to calls of torch.distributed.new_group
+        and monitored_barrier. With gloo, send and recv wait for twice the timeout, and then raise
+        an exception.
 
     If a rank fails, all ranks end, and one of them reports the cause:
     - If an exception leaves the block, or if the device of a rank is not available (ValueError),
       the rank that failed first raises its exception. Every other rank that still uses the group
       raises SystemExit in place of its own exception. The exit code is the attribute `exit_code` of
-      that exception, else 1.
+      its own exception, else 1.
     - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
-      that have reported no error themselves. But under spawn, the process that called spawn reports
+      in which no exception has occurred. But under spawn, the process that called spawn reports
       this. torchrun reports it too, and often ends the ranks before one of them can. With NCCL,
       ranks do not notice that another one is lost, and wait for the timeout.
     - A rank that leaves the block by sys.exit (with any code) or KeyboardInterrupt counts as lost
       for ranks that still use the group.
     - A rank that has waited for the timeout gets no exception, and ends with exit code 1. After
-      another rank has reported an error, so does a rank that starts no collective for about the
-      timeout, or that waits for NCCL for a tenth of it. (torch can also end such a rank with
-      SIGABRT.)
+      another rank has reported an error, a rank ends in the same way if it starts no collective for
+      about the timeout, or if it waits for NCCL for a tenth of it. (torch can also end such a rank
+      with SIGABRT.)
 
     Several ranks report
     - if their launch variables are wrong (ValueError), or if they cannot connect to the others in
       time (ConnectionError);
-    - if torch's store is lost, through which the ranks agree on who reports. It is in the process
-      that called spawn, or in torchrun's agent. With other launchers, it is in the process of rank
-      0, so each rank that fails after the end of rank 0 reports.
+    - if torch's store is lost, through which the ranks agree on who reports. This store is in the
+      process that called spawn, or in torchrun's agent. With other launchers, it is in the process
+      of rank 0, so each rank that fails after the end of rank 0 reports.
     No rank reports the cause if the rank that failed first needs seconds for its clean-up after the
     block, because the launcher kills it soon after another rank has ended.
 
@@ -138,7 +138,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     that destroyed its group can a program call process_group again.
     """
     world = read_launch_env()
-    # End with the parent: torchrun, the process that called spawn, or a command that spawn started.
+    # End with the parent: torchrun or the process that called spawn.
     if {"SPAWNED_BY", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
     if world.size == 1:
@@ -236,8 +236,9 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
     """Connect to the store, a TCPStore of torch that all ranks share.
 
-    `address` is for error messages and for @cache: torch reads it from the environment. Without
-    @cache, rank 0 could close the store while another rank connects for the next process group.
+    torch itself reads the address from the environment: `address` is only for the error message and
+    for @cache. Without @cache, rank 0 could close the store while another rank connects for the
+    next process group.
     """
 
     def connect() -> dist.Store:
@@ -260,9 +261,9 @@ def _agree_on_run_id(store: dist.Store, world: World) -> str:
 
     The id is a random word of rank 0. All keys get it as a prefix, because torchrun's store keeps
     old keys, such as "reported", when torchrun restarts the ranks. It also keeps old messages. So
-    each rank above 0 sends a new random word to rank 0, waits for the reply to this word, which is
-    the id, and sends the id to rank 0 to confirm it. Queues need a store with libuv, torch's
-    default on Linux and macOS.
+    each rank above 0 sends a new random word to rank 0, waits for the reply to this word, and sends
+    the reply, which is the id, back to rank 0. Until then, rank 0 replies to every message. Queues
+    need a store with libuv, torch's default on Linux and macOS.
     TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
     issues 108158 and 135712).
     """
@@ -354,7 +355,7 @@ def _watch_ranks(
             store.set(f"state of {world.rank}", json.dumps([count, _program_lines(main)]))
             # A rank that waits for gloo need not read this: gloo raises an error there.
             failed = (cuda or not waiting) and store.add("reported", 0) > 0
-            waiting |= failed
+            waiting |= failed  # A rank that computes goes on if the store is lost.
         counts = [*counts, count] if waiting and numbers == before else []
         if len(counts) < (2 if failed and waiting_for_nccl else 20):
             continue
@@ -367,8 +368,8 @@ def _watch_ranks(
                 json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
                 for rank in range(world.size)
             ]
-            # A rank answers if it has stored a state in the last three intervals. Of the last four
-            # counts of this rank, the first is that before these intervals.
+            # A rank answers if it has stored a state in the last three intervals. So its count is
+            # higher than the count of this rank three intervals ago.
             oldest = counts[-4:][0]
             ranks = [
                 f"rank {rank} at {place}" if written > oldest else f"no answer from rank {rank}"
@@ -452,10 +453,10 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     if not (replica.find_unused_parameters or replica.static_graph or sparse):
         # DDP rebuilds its buckets after its first backward pass, which changes rounding. Make that
-        # pass now, so that a resumed run rounds like an unbroken one. (Not with
-        # find_unused_parameters, which keeps its buckets, not with static_graph, which would record
-        # this pass, and not with sparse embeddings, which need sparse zeros.) The argument [] means
-        # that each parameter gets a gradient.
+        # pass now, so that a resumed run rounds like an unbroken one. The condition leaves out
+        # find_unused_parameters (which keeps the buckets), static_graph (which would record this
+        # pass) and sparse embeddings (which need sparse zeros). The argument [] means that each
+        # parameter gets a gradient.
         replica.reducer.prepare_for_backward([])
         with torch.enable_grad():
             torch.autograd.backward(
@@ -480,10 +481,10 @@ def any_rank(flag: bool, world: World) -> bool:
 def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
-    All ranks must call this function. If calls raise ValueError or OSError, all ranks raise that of
-    the lowest such rank. (If pickle cannot copy it, the others raise a plain ValueError or
-    OSError.) If none does, an exception of another type is raised only on its own rank. Do not
-    catch it, because the other ranks go on.
+    All ranks must call this function. If a call raises ValueError or OSError, all ranks raise it,
+    and if several calls do, that of the lowest rank. (If pickle cannot copy it, the others raise a
+    plain ValueError or OSError.) If none does, an exception of another type is raised only on its
+    own rank. Do not catch it, because the other ranks go on.
 
     Use it for slow work: the timeout of process_group does not apply. If a call hangs, all ranks
     wait for ever.
@@ -608,22 +609,24 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
                 sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
 
     If a rank fails, the others get at most 4 seconds to end and are then killed. But after a stop
-    signal, this process sends SIGTERM to all ranks, and `timeout` applies. A rank that is not in a
-    block of stop_signals ends by it, and counts as failed. Let your ranks exit with a code of their
-    own after a stop signal: no other result tells the caller that they have stopped early. A second
-    SIGINT ends this process as in stop_signals. If this process dies, Linux kills its ranks.
+    signal, this process sends SIGTERM to all ranks, and `timeout` applies. SIGTERM ends a rank that
+    is not in a block of stop_signals. Such a rank has failed. Let all ranks exit with the same
+    code, for example 3, after a stop signal: nothing else tells the caller that they have stopped
+    early. A second SIGINT ends this process as in stop_signals. If this process dies, Linux kills
+    its ranks.
 
     command: its process must be the rank. So a shell, for example, must start the rank by `exec`.
         The ranks inherit the signal mask.
-    timeout: seconds that the other ranks may continue after a rank has ended with 0, or after a
-        stop signal with any code. Then they are killed.
+    timeout: seconds that the other ranks may continue after the first one has ended with 0, or,
+        once this process has received a stop signal, with any code. Then they are killed.
 
     The result is 0, or the exit code of the rank that was the first to end with an error (128 + N
-    if signal N ended it). But ChildProcessError names
+    if signal N ended it). But spawn raises ChildProcessError, which names
     - a rank that was killed after `timeout`, or before it could print the error that it reports;
-    - otherwise a rank that has failed, if no rank has reported an error through process_group. (Not
-      if all ranks have exited with the same code, or if a SIGTERM of this process has ended it.)
-    It is not raised if Ctrl-C has ended the rank that failed first.
+    - otherwise a rank that has failed, if no rank has reported an error through process_group. But
+      spawn returns normally if all ranks have exited with the same code, or if a SIGTERM of this
+      process has ended that rank.
+    spawn also returns normally if Ctrl-C has ended the rank that failed first.
 
     ValueError if size < 1, in a process that is a rank, and on Windows.
     """
@@ -681,9 +684,9 @@ def _wait_for_ranks(
         codes = [rank.poll() for rank in ranks]
         if not code and (code := next(filter(None, codes), 0)):
             failed = codes.index(code)
-            # Whoever adds the first 1 to the key "reported" reports the error. The key has the
-            # prefixes of _connect_to_store and process_group. Adding 0 reads the number of the last
-            # group of the failed rank.
+            # Whoever adds the first 1 to the key "reported" reports the error. The prefix "0" is
+            # that of _connect_to_store, "group N" that of process_group. Adding 0 reads the number
+            # of the last group of the failed rank.
             group = store.add(f"0/groups of {failed}", 0)
             if store.add(f"0/group {group}/reported", 1) == 1:
                 problem = f"rank {failed} ended with exit code {code}"
@@ -702,8 +705,9 @@ def _wait_for_ranks(
     if stop_requested() and code == -signal.SIGTERM:  # This process has sent it.
         problem = ""
     for number, ended in enumerate(codes):
-        # After 4 s, only a rank that must report an error counts: it has not printed it yet.
-        if ended is None and (grace != 4 or store.check([f"0/group {group}/reporter {number}"])):
+        # Name a rank that is killed 4 s after a failure only if it has not printed its error yet.
+        late = grace == timeout
+        if ended is None and (late or store.check([f"0/group {group}/reporter {number}"])):
             problem = f"rank {number} had not ended {grace:g} s after another rank"
             code = code or 1
             break

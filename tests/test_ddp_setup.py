@@ -1076,6 +1076,12 @@ def test_a_rank_that_is_killed_before_it_has_printed_the_error_is_named(reporter
     assert wait_for_ranks([(0, 60), (5, 0)], store) == (5 if reporter != 0 else killed, 4)
 
 
+@pytest.mark.parametrize("timeout", [1.0, 4.0])
+def test_a_rank_that_hangs_after_the_end_of_another_is_named(timeout, wait_for_ranks):
+    killed = f"rank 1 had not ended {timeout:g} s after another rank"
+    assert wait_for_ranks([(0, 0), (0, 60)], dist.HashStore(), timeout) == (killed, timeout)
+
+
 def test_after_a_stop_signal_a_rank_may_save_for_longer_than_others(wait_for_ranks):
     assert wait_for_ranks([(3, 20), (3, 0)], dist.HashStore(), stopped=True) == (3, 20)
 
