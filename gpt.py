@@ -173,19 +173,22 @@ class Block(nn.Module):
         return x
 
 
-def embed(model: "GPT", tokens: Tensor, start: int) -> Tensor:
-    """Return the input (B, T, C) of the first block. tokens and start: see GPT.forward."""
+def embed(model: "GPT", embeddings: Tensor, start: int) -> Tensor:
+    """Return the input (B, T, C) of the first block.
+
+    embeddings: (B, S, C), of all tokens. start: see GPT.forward.
+    """
     n = ARCHS[model.config.arch].look_back
     # e (B, n + T, C): the embeddings of the last n + T tokens. Before the first token are zeros.
-    e = F.pad(model.embedding(tokens), (0, 0, n, 0))[:, start:]
+    e = F.pad(embeddings, (0, 0, n, 0))[:, start:]
     x = e[:, n:]
     for i in range(1, n + 1):
         # This slice has the embeddings i positions earlier.
         x = x + e[:, n - i : -i] * model.look_back[:, i - 1]
     if model.positions:
-        x = x + model.positions.weight[start : tokens.shape[1]]
+        x = x + model.positions.weight[start : embeddings.shape[1]]
     x = F.dropout(x, model.config.dropout, model.training)
-    kind = tokens.device.type
+    kind = x.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
         # Autocast would keep the residual stream in float32, with twice the memory. (Not for
         # float16, which could overflow.)
@@ -240,7 +243,9 @@ class GPT(nn.Module):
         start: number of cached positions, S - T. It must be 0 without caches. This and the size of
             caches are not checked.
         """
-        x = self.embed(self, tokens, start)
+        # The lookup is not compiled. On a CPU, compiled code would add up its gradient in an order
+        # that depends on the threads.
+        x = self.embed(self, self.embedding(tokens), start)
         # Blocks of gpt2 ignore cos_sin.
         cos_sin = rope(start, x.shape[1], self.config.embd // self.config.heads // 2, x)
         for i, block in enumerate(self.blocks):
@@ -315,7 +320,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def compile_(model: GPT) -> None:
-    """Compile the parts of the model in place: embedding, each block, and loss.
+    """Compile the parts of the model in place: embed(), each block, and the loss.
 
     The names of the parameters do not change. Each block is compiled alone, so DDP can send
     gradients during the backward pass. Two settings of torch._dynamo change for the whole process.

@@ -138,10 +138,14 @@ def write_safetensors(
 def save_safetensors(weights: dict[str, Tensor], path: Path, **header: str) -> None:
     """Write a safetensors file with texts in its header. No two tensors may share memory."""
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
         raise ImportError("pip install safetensors to exchange models") from None
     path.touch()
     mode = path.stat().st_mode  # as the user's umask says; save_file lets only the owner read
-    save_file(weights, path, {"format": "pt", **header})
+    try:
+        save_file(weights, path, {"format": "pt", **header})
+    except SafetensorError as error:  # for example of a full disk
+        raise OSError(f"{path}: {error}") from None
     path.chmod(mode)

@@ -112,6 +112,8 @@ def read_toml(path: str, known: Iterable[str]) -> dict[str, Any]:
     Every key must be one of `known`.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("is not a regular file, which every process can read")
         with open(path, "rb") as file:
             values = tomllib.load(file).items()
             config = {key.replace("-", "_"): f"{value}" for key, value in values}

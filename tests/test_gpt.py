@@ -554,6 +554,27 @@ def test_the_gradient_of_a_compiled_model_does_not_depend_on_earlier_batches():
     assert all(torch.equal(a, b) for a, b in zip(before, gradient(8), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch raises it on import
+@pytest.mark.skipif(not shutil.which("g++"), reason="compiling for a CPU needs g++")
+def test_the_gradient_of_a_compiled_model_does_not_depend_on_the_threads():
+    """Compiled code would add up the gradient of the embedding in an order that is not fixed."""
+    model = gpt.build(SMALL._replace(layers=1), seed=0)
+    x, y = random_tokens(64, 12), random_tokens(64, 12, seed=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    gpt.compile_(model)
+    try:
+        gradients = []
+        for _ in range(50):
+            model.zero_grad()
+            gpt.loss(model, (x, y))[0].backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+    finally:
+        torch.set_num_threads(threads)
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_dropout_is_random_in_training_and_off_in_evaluation(arch):
     model, tokens = random_model(arch, dropout=0.5), random_tokens(2, 12)

@@ -97,6 +97,7 @@ MISTAKES = {
     ),
     "no such file": (["--config", "no/such.toml"], {}, "", ["no/such.toml"]),
     "no TOML": (["--config", "{toml}"], {}, "seed = ", ["a.toml"]),
+    "no regular file": (["--config", "/dev/null"], {}, "", ["/dev/null", "not a regular file"]),
     "unknown key": (
         ["--config", "{toml}"],
         {},
