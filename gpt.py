@@ -169,8 +169,7 @@ class Block(nn.Module):
             k, v = cache
         y = attention(q, k, v, self.dropout.p * self.training)
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
-        x = x + self.dropout(self.down(self.activation(self.up(self.norm2(x)))))
-        return x
+        return x + self.dropout(self.down(self.activation(self.up(self.norm2(x)))))  # type: ignore[no-any-return]
 
 
 def embed(model: "GPT", embeddings: Tensor, start: int) -> Tensor:
@@ -322,9 +321,10 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def compile_(model: GPT) -> None:
     """Compile the parts of the model in place: embed(), each block, and the loss.
 
-    The names of the parameters do not change. Each block is compiled alone, so DDP can send
-    gradients during the backward pass. Two settings of torch._dynamo change for the whole process.
-    Do not sample from a compiled model: torch would compile it again for each length.
+    The names of the parameters do not change. pickle cannot copy a compiled model. Each block is
+    compiled alone, so DDP can send gradients during the backward pass. Two settings of
+    torch._dynamo change for the whole process. Do not sample from a compiled model: torch would
+    compile it again for each length.
     """
     config = torch._dynamo.config
     # By default, torch compiles only the first 8 shapes that occur. Uncompiled code rounds
@@ -364,7 +364,7 @@ def sample(
     temperature, top_k: see sample_token.
     Yields the next token of each prompt, (B,) int64, on the device of the model. B is 1 for (T,).
     Uses torch's global generator. The first next() raises ValueError in training mode, for an empty
-    prompt, and for a negative temperature or top_k.
+    prompt, and if temperature or top_k is negative or not finite.
     When the context becomes longer than block_size, it is cut to its last ceil(block_size / 2)
     tokens.
     """
@@ -372,8 +372,10 @@ def sample(
         raise ValueError("the model is in training mode; call model.eval() before")
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")
-    if min(temperature, top_k) < 0:
-        raise ValueError(f"temperature {temperature} and top_k {top_k} must be at least 0")
+    if not 0 <= temperature < math.inf or top_k < 0:
+        raise ValueError(
+            f"temperature {temperature}, top_k {top_k}: must be finite, and at least 0"
+        )
     config = model.config
     weight = model.embedding.weight
     start = 0

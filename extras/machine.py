@@ -13,6 +13,7 @@ import ctypes
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -44,10 +45,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     MPS, on other GPUs, and in float32, whose rate depends on whether TF32 is allowed.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for part, peak in DATASHEET.items():
-        # A MIG device is a part of a GPU, with the name of the whole.
-        if part in name and "MIG" not in name and dtype in (torch.bfloat16, torch.float16):
-            return peak, "datasheet"
+    # A MIG device is a part of a GPU, with the name of the whole.
+    if dtype in (torch.bfloat16, torch.float16) and "MIG" not in name:
+        for part, peak in DATASHEET.items():
+            if re.search(rf"{part}(?!\d)", name):  # An RTX A1000 is not an A100.
+                return peak, "datasheet"
     return matmul_flops(device, dtype), "measured"
 
 

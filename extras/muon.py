@@ -122,7 +122,9 @@ def descend_(
         else:
             results.append((orthogonalize(batch), lambda: None))
 
-    decay: float | Tensor = 1 - lr * settings["weight_decay"]
+    # A tensor, because on a CPU, a number would be rounded to the dtype of the parameters.
+    wide = torch.promote_types(params[0].dtype, torch.float32)
+    decay = torch.full((), 1 - lr * settings["weight_decay"], dtype=wide, device=params[0].device)
     if found_inf is not None:
         decay = torch.where(found_inf > 0, 1.0, decay)
     torch._foreach_mul_([local(p) for p in params], decay)

@@ -669,9 +669,12 @@ def test_sampling_from_a_model_in_training_mode_is_an_error():
         next(gpt.sample(random_model("modern").train(), random_tokens(3)))
 
 
-@pytest.mark.parametrize("setting", [{"temperature": -0.5}, {"top_k": -1}])
-def test_a_negative_temperature_or_top_k_is_an_error(setting):
-    with pytest.raises(ValueError, match="must be at least 0"):
+@pytest.mark.parametrize(
+    "setting",
+    [{"temperature": -0.5}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}],
+)
+def test_a_negative_or_infinite_temperature_or_top_k_is_an_error(setting):
+    with pytest.raises(ValueError, match="must be finite, and at least 0"):
         next(gpt.sample(random_model("modern"), random_tokens(3), **setting))
 
 

@@ -39,6 +39,22 @@ def test_flops_equal_what_torch_counts_in_forward_and_backward(arch, config):
     assert flops * block_size == counter.get_total_flops()
 
 
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ],
+)
+def test_the_datasheet_is_that_of_the_whole_name(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype: 1e12)
+    found = machine.peak_flops(torch.device("cuda"), torch.bfloat16)
+    assert found == ((peak, "datasheet") if peak else (1e12, "measured"))
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_freed_memory_is_not_requested_from_the_system_again():
     ran = subprocess.run(

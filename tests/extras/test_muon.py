@@ -228,6 +228,20 @@ def trained(steps=3, **attributes):
     return ours, optimizer
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weight_decay_is_that_of_torch_for_each_dtype(dtype):
+    """With a rounded factor, bfloat16 weights would decay about twice as fast."""
+    ours, theirs = ([nn.Parameter(torch.ones(4, 6, dtype=dtype))] for _ in range(2))
+    optimizers = [
+        make(p, 0.02, weight_decay=0.1) for make, p in zip((Muon, torch.optim.Muon), (ours, theirs))
+    ]
+    for _ in range(20):
+        for optimizer, [p] in zip(optimizers, (ours, theirs)):
+            p.grad = torch.zeros_like(p)
+            optimizer.step()
+    assert torch.equal(*ours, *theirs)
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_found_inf_changes_nothing(bad, steps):
