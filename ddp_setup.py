@@ -608,15 +608,16 @@ def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
             else:
                 sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
 
-    If a rank fails, the others get at most 4 seconds to end and are then killed. But after a stop
-    signal, this process sends SIGTERM to all ranks, and `timeout` applies. SIGTERM ends a rank that
-    is not in a block of stop_signals. Such a rank has failed. Let all ranks exit with the same
-    code, for example 3, after a stop signal: nothing else tells the caller that they have stopped
-    early. A second SIGINT ends this process as in stop_signals. If this process dies, Linux kills
-    its ranks.
+    If a rank fails, the others get at most 4 seconds to end and are then killed. After a stop
+    signal, this process sends SIGTERM to all ranks. If a rank fails later than that, `timeout`
+    applies instead of the 4 seconds. SIGTERM ends a rank that is not in a block of stop_signals.
+    Such a rank has failed. Let all ranks exit with the same code, for example 3, after a stop
+    signal: nothing else tells the caller that they have stopped early. A second SIGINT ends this
+    process as in stop_signals. If this process dies, Linux kills its ranks.
 
     command: its process must be the rank. So a shell, for example, must start the rank by `exec`.
-        The ranks inherit the signal mask.
+        The ranks inherit the signal mask, but they do not ignore stop signals that this process
+        ignores.
     timeout: seconds that the other ranks may continue after the first one has ended with 0, or,
         once this process has received a stop signal, with any code. Then they are killed.
 
@@ -678,7 +679,8 @@ def _wait_for_ranks(
     store: dist.Store,
 ) -> int:
     """Wait until all ranks have ended, or until `spawn` must kill the others."""
-    to_stop, deadline, grace, code, problem = list(ranks), math.inf, math.inf, 0, ""
+    to_stop, deadline, grace, late = list(ranks), math.inf, math.inf, False
+    code, problem = 0, ""
     while True:
         now = time.monotonic()
         codes = [rank.poll() for rank in ranks]
@@ -693,9 +695,10 @@ def _wait_for_ranks(
                 if code < 0:
                     problem = f"rank {failed} was killed by {signal.Signals(-code).name}"
         if set(codes) != {None}:
-            wait = 4 if code and not stop_requested() else timeout
+            failed_alone = code != 0 and not stop_requested()
+            wait = 4 if failed_alone else timeout
             if now + wait < deadline:
-                deadline, grace = now + wait, wait
+                deadline, grace, late = now + wait, wait, not failed_alone
         if None not in codes or now >= deadline:
             break
         # Only one SIGTERM for each rank: a second could come when the rank no longer catches it.
@@ -706,7 +709,6 @@ def _wait_for_ranks(
         problem = ""
     for number, ended in enumerate(codes):
         # Name a rank that is killed 4 s after a failure only if it has not printed its error yet.
-        late = grace == timeout
         if ended is None and (late or store.check([f"0/group {group}/reporter {number}"])):
             problem = f"rank {number} had not ended {grace:g} s after another rank"
             code = code or 1

@@ -364,7 +364,7 @@ def sample(
     temperature, top_k: see sample_token.
     Yields the next token of each prompt, (B,) int64, on the device of the model. B is 1 for (T,).
     Uses torch's global generator. The first next() raises ValueError in training mode, for an empty
-    prompt, and if temperature or top_k is negative or not finite.
+    prompt, if temperature is negative or not finite, and if top_k is negative.
     When the context becomes longer than block_size, it is cut to its last ceil(block_size / 2)
     tokens.
     """

@@ -122,9 +122,10 @@ def descend_(
         else:
             results.append((orthogonalize(batch), lambda: None))
 
-    # A tensor, because on a CPU, a number would be rounded to the dtype of the parameters.
+    # torch rounds other factors to the dtype of the parameters: on a CPU a number, on CUDA a tensor
+    # of the device. (So with found_inf, bfloat16 parameters on CUDA get a rounded factor.)
     wide = torch.promote_types(params[0].dtype, torch.float32)
-    decay = torch.full((), 1 - lr * settings["weight_decay"], dtype=wide, device=params[0].device)
+    decay = torch.tensor(1 - lr * settings["weight_decay"], dtype=wide, device="cpu")
     if found_inf is not None:
         decay = torch.where(found_inf > 0, 1.0, decay)
     torch._foreach_mul_([local(p) for p in params], decay)

@@ -907,7 +907,12 @@ def test_with_nccl_a_rank_that_waits_ends_early_after_the_store_was_lost():
 
 def test_a_stuck_rank_ends_although_its_message_cannot_be_printed():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    command = [sys.executable, "-c", WATCH, f"{store.port}", "nccl", "0.5"]
+    # As in process_group, an exception in the thread would not end the process.
+    call = "ddp_setup._watch_ranks("
+    assert call in WATCH
+    in_a_thread = WATCH.replace(call, f"ddp_setup._in_thread(lambda: {call}")
+    in_a_thread += ")\nthreading.Event().wait(60)\nsys.exit(7)"
+    command = [sys.executable, "-c", in_a_thread, f"{store.port}", "nccl", "0.5"]
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(command, stderr=writer, cwd=ROOT, timeout=100)
@@ -1068,12 +1073,16 @@ def wait_for_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize("reporter", [None, 0, 1])
-def test_a_rank_that_is_killed_before_it_has_printed_the_error_is_named(reporter, wait_for_ranks):
+@pytest.mark.parametrize("timeout", [4.0, 60.0])
+def test_a_rank_that_is_killed_before_it_has_printed_the_error_is_named(
+    reporter, timeout, wait_for_ranks
+):
     store = dist.HashStore()
     store.add("0/group 0/reported", 1)
     store.set(f"0/group 0/reporter {reporter}", "")
     killed = "rank 0 had not ended 4 s after another rank"
-    assert wait_for_ranks([(0, 60), (5, 0)], store) == (5 if reporter != 0 else killed, 4)
+    result = wait_for_ranks([(0, 60), (5, 0)], store, timeout)
+    assert result == (5 if reporter != 0 else killed, 4)
 
 
 @pytest.mark.parametrize("timeout", [1.0, 4.0])
