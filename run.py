@@ -169,7 +169,7 @@ class Flags:
     device: str = option("auto", "Device to use.", ["auto", "cpu", "cuda", "mps"])
     dtype: str = option(
         "auto",
-        "Type of the computation; weights stay float32. auto: bfloat16 if the hardware has it.",
+        "Type of the computation; weights stay float32. auto: bfloat16 if it is fast here.",
         ["auto", "float32", "bfloat16", "float16"],
     )
     compile: bool | None = option(
@@ -594,7 +594,8 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
     if flags.optimizer == "muon":
         make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
         with optional:  # computes the same updates faster
-            make_muon = partial(extra("muon").Muon, distribute=one_machine)
+            dtype = torch.float32 if flags.dtype == "float32" else torch.bfloat16
+            make_muon = partial(extra("muon").Muon, dtype=dtype, distribute=one_machine)
         # match_rms_adamw scales Muon's updates to the size of AdamW's (Liu et al., 2025).
         matrices = groups.pop("matrices")
         muon = [make_muon(matrices, lr, decay, flags.momentum, adjust_lr_fn="match_rms_adamw")]
@@ -614,6 +615,8 @@ def pick_dtype(flag: str, device: torch.device) -> str:
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         fast = torch.cpu._is_avx512_bf16_supported()  # false on a Mac
+        with optional:  # On some CPUs with this support, float32 is faster.
+            fast = extra("machine").bfloat16_is_faster()
     return "bfloat16" if fast else "float32"
 
 

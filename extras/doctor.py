@@ -155,7 +155,7 @@ def cpu() -> str:
     name = re.search(r"Model name:\s*(.*)", text)  # On macOS, the text is the name.
     bf16 = "yes" if torch.cpu._is_avx512_bf16_supported() else "no"
     unit = torch.backends.cpu.get_cpu_capability()
-    return f"{name[1] if name else text}, {unit}, fast bfloat16: {bf16}"
+    return f"{name[1] if name else text}, {unit}, bfloat16 instructions: {bf16}"
 
 
 def usable_cpus() -> str:

@@ -1,7 +1,7 @@
 """What this machine can compute: the peak rate that model FLOPs utilisation (mfu) is relative to.
 
-keep_freed_memory() makes training on a CPU faster. should_compile() decides whether a run is long
-enough for torch.compile.
+keep_freed_memory() makes training on a CPU faster. bfloat16_is_faster() and should_compile() choose
+the dtype on a CPU, and whether a run is long enough for torch.compile.
 
 peak, source = peak_flops(torch.device("cuda"), torch.bfloat16)  # H100: (989e12, "datasheet")
 mfu = tokens_per_second * flops_per_token / peak
@@ -50,7 +50,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for part, peak in DATASHEET.items():
             if re.search(rf"{part}(?!\d)", name):  # An RTX A1000 is not an A100.
                 return peak, "datasheet"
-    return matmul_flops(device, dtype), "measured"
+    n = 8192 if device.type == "cuda" else 768  # takes milliseconds, much longer than starting it
+    return matmul_flops(device, dtype, n), "measured"
 
 
 def flops_per_token(layers: int, embd: int, vocab: int, block_size: int) -> int:
@@ -135,6 +136,20 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink.
 
 
+def bfloat16_is_faster() -> bool:
+    """Return whether the CPU multiplies matrices at least 1.25 times as fast in bfloat16.
+
+    This is measured, because Intel's CPUs without AMX have instructions for bfloat16 that are
+    slower than those for float32. A CPU without such instructions is not measured.
+    """
+    if not torch.cpu._is_avx512_bf16_supported():
+        return False
+    dtypes, cpu = (torch.bfloat16, torch.float32), torch.device("cpu")
+    # They are measured in turn, so that other load on the machine affects both.
+    rates = [[matmul_flops(cpu, dtype, 384) for dtype in dtypes] for _ in range(5)]
+    return max(rate for rate, _ in rates) >= 1.25 * max(rate for _, rate in rates)
+
+
 def device_memory(device: torch.device) -> int:
     """Return the bytes of memory of the device; for a CPU and MPS, those of the machine."""
     if device.type == "cuda":
@@ -145,9 +160,8 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a square matrix product on the device: the best of five."""
-    n = 8192 if device.type == "cuda" else 768  # takes milliseconds, much longer than starting it
+def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
+    """Return the FLOP/s of a product of two n x n matrices on the device: the best of five."""
     matrix, seconds = torch.randn(n, n, device=device, dtype=dtype), math.inf
     for _ in range(5):
         start = time.perf_counter()

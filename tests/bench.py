@@ -232,11 +232,13 @@ def make_model(
     arch: str = "modern2",
     optimizer: str = "adamw",
     dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
     **attributes: Any,
 ) -> tuple[gpt.GPT, list[Any]]:
     """Return a model on DEVICE and its optimizers.
 
     optimizer: "adamw", "muon" (torch's), or "extras/muon", which divides its work over the ranks.
+    dtype: of the iterations of extras/muon.
     attributes: of the model. By default, the loss is that of extras/cross_entropy.py.
     """
     sizes = shape.vocab, shape.T, shape.layers, num_heads(shape), shape.embd
@@ -252,7 +254,7 @@ def make_model(
         optimizers.append(torch.optim.Muon(groups["matrices"], lr=3e-4))
     elif optimizer == "extras/muon":
         fast: Any = importlib.import_module("extras.muon")
-        optimizers.append(fast.Muon(groups["matrices"], lr=3e-4, distribute=True))
+        optimizers.append(fast.Muon(groups["matrices"], lr=3e-4, dtype=dtype, distribute=True))
     return model, optimizers
 
 
@@ -268,7 +270,7 @@ def toolkit_step(
     shape: Shape, dtype: torch.dtype, compiled: bool = False, graph: bool = False, **make: Any
 ) -> Call:
     """Return a function that does one step of loop.train_ on windows of chardata.steps."""
-    model, optimizers = make_model(shape, **make)
+    model, optimizers = make_model(shape, dtype=dtype, **make)
     if compiled:
         gpt.compile_(model)
     if graph:

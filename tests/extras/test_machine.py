@@ -1,5 +1,6 @@
 """Tests of extras/machine.py."""
 
+import itertools
 import subprocess
 import sys
 
@@ -50,9 +51,30 @@ def test_flops_equal_what_torch_counts_in_forward_and_backward(arch, config):
 )
 def test_the_datasheet_is_that_of_the_whole_name(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype, n: 1e12)
     found = machine.peak_flops(torch.device("cuda"), torch.bfloat16)
     assert found == ((peak, "datasheet") if peak else (1e12, "measured"))
+
+
+@pytest.mark.parametrize(
+    "instructions, rates, expected",
+    [
+        (True, {torch.bfloat16: [1, 3, 5, 4, 5], torch.float32: [4, 3, 4, 2, 4]}, True),
+        (True, {torch.bfloat16: [4, 4, 4, 4, 4], torch.float32: [1, 1, 1, 1, 4]}, False),
+        (False, {}, False),
+    ],
+)
+def test_bfloat16_is_faster_if_its_best_rate_is(instructions, rates, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    measured = {dtype: iter(each) for dtype, each in rates.items()}
+    monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype, n: next(measured[dtype]))
+    assert machine.bfloat16_is_faster() is expected
+
+
+def test_the_rate_of_a_matrix_product_counts_its_operations(monkeypatch):
+    clock = itertools.count(step=0.5)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
+    assert machine.matmul_flops(torch.device("cpu"), torch.float32, 8) == 2 * 8**3 / 0.5
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")

@@ -6,13 +6,14 @@
 import copy
 import os
 import pickle
+from functools import partial
 from itertools import islice
 
 import call
 import numpy as np
 import pytest
 import torch
-from conftest import same
+from conftest import TINY, losses, run, same, state
 from torch import nn
 
 import chardata
@@ -445,3 +446,31 @@ def test_the_momentum_stays_divided(ranks, size, strategy):
     whole = sum(a * b for a, b in ranks(1)[0]["learning", ("ddp", False)]["held"])
     parts = [result["learning", (strategy, False)]["held"] for result in ranks(size)]
     assert sum(a * b for part in parts for a, b in part) == whole
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Train 50 steps with Muon on one rank. Return the flags and the folder."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 80)
+    # 3 ranks cannot divide 10 rows evenly.
+    flags = [*TINY, "--data", folder / "text.txt", "--batch-size", 10, "--steps", 50]
+    flags += ["--log-every", 1, "--optimizer", "muon"]
+    ran = run(*flags, "--out", folder / "out")
+    assert ran.code == 0, ran
+    return flags, folder / "out"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--spawn", 2], ["--spawn", 3, "--accum", 2], ["--spawn", 2, "--strategy", "fsdp"]],
+)
+def test_in_float32_losses_and_weights_do_not_depend_on_ranks_and_accum(alone, more, tmp_path):
+    """This is promise 1, for the default optimizer."""
+    flags, one = alone
+    ran = run(*flags, *more, "--out", tmp_path)
+    assert ran.code == 0, ran
+    assert [step for step, _ in losses(tmp_path)] == list(range(1, 51))
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-7)  # as in test_run.py
+    close(dict(losses(tmp_path)), dict(losses(one)))
+    close(state(tmp_path)["model"], state(one)["model"])
