@@ -50,8 +50,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for part, peak in DATASHEET.items():
             if re.search(rf"{part}(?!\d)", name):  # An RTX A1000 is not an A100.
                 return peak, "datasheet"
-    n = 8192 if device.type == "cuda" else 768  # takes milliseconds, much longer than starting it
-    return matmul_flops(device, dtype, n), "measured"
+    return matmul_flops(device, dtype), "measured"
 
 
 def flops_per_token(layers: int, embd: int, vocab: int, block_size: int) -> int:
@@ -137,17 +136,26 @@ def keep_freed_memory() -> None:
 
 
 def bfloat16_is_faster() -> bool:
-    """Return whether the CPU multiplies matrices at least 1.25 times as fast in bfloat16.
+    """Return whether the CPU multiplies bfloat16 matrices at least 1.25 times as fast as float32.
 
     This is measured, because Intel's CPUs without AMX have instructions for bfloat16 that are
     slower than those for float32. A CPU without such instructions is not measured.
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return False
-    dtypes, cpu = (torch.bfloat16, torch.float32), torch.device("cpu")
-    # They are measured in turn, so that other load on the machine affects both.
-    rates = [[matmul_flops(cpu, dtype, 384) for dtype in dtypes] for _ in range(5)]
-    return max(rate for rate, _ in rates) >= 1.25 * max(rate for _, rate in rates)
+    matrices = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    seconds = [math.inf, math.inf]
+    threads = torch.get_num_threads()
+    # Other load on the machine hardly changes the CPU time of a single thread.
+    torch.set_num_threads(1)
+    for _ in range(10):
+        for i, matrix in enumerate(matrices):
+            start = time.thread_time()
+            matrix @ matrix
+            seconds[i] = min(seconds[i], time.thread_time() - start)
+    torch.set_num_threads(threads)
+    bfloat16, float32 = seconds
+    return bfloat16 <= float32 / 1.25
 
 
 def device_memory(device: torch.device) -> int:
@@ -160,8 +168,9 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
-    """Return the FLOP/s of a product of two n x n matrices on the device: the best of five."""
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a square matrix product on the device: the best of five."""
+    n = 8192 if device.type == "cuda" else 768  # takes milliseconds, much longer than starting it
     matrix, seconds = torch.randn(n, n, device=device, dtype=dtype), math.inf
     for _ in range(5):
         start = time.perf_counter()

@@ -1,8 +1,8 @@
 """Tests of extras/machine.py."""
 
-import itertools
 import subprocess
 import sys
+from itertools import accumulate, chain, count
 
 import click
 import pytest
@@ -51,30 +51,37 @@ def test_flops_equal_what_torch_counts_in_forward_and_backward(arch, config):
 )
 def test_the_datasheet_is_that_of_the_whole_name(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype, n: 1e12)
+    monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype: 1e12)
     found = machine.peak_flops(torch.device("cuda"), torch.bfloat16)
     assert found == ((peak, "datasheet") if peak else (1e12, "measured"))
 
 
 @pytest.mark.parametrize(
-    "instructions, rates, expected",
-    [
-        (True, {torch.bfloat16: [1, 3, 5, 4, 5], torch.float32: [4, 3, 4, 2, 4]}, True),
-        (True, {torch.bfloat16: [4, 4, 4, 4, 4], torch.float32: [1, 1, 1, 1, 4]}, False),
-        (False, {}, False),
-    ],
+    "instructions, bfloat16, float32, expected",
+    [(True, 4, 5, True), (True, 4.1, 5, False), (True, 2, 1, False), (False, 1, 5, False)],
 )
-def test_bfloat16_is_faster_if_its_best_rate_is(instructions, rates, expected, monkeypatch):
+def test_bfloat16_is_faster_if_it_saves_a_fifth_of_the_cpu_time(
+    instructions, bfloat16, float32, expected, monkeypatch
+):
+    """One product of each dtype takes this time, and all others ten times as long."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
-    measured = {dtype: iter(each) for dtype, each in rates.items()}
-    monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype, n: next(measured[dtype]))
+    durations = [10 * bfloat16, 10 * float32] * 10
+    durations[6], durations[13] = bfloat16, float32
+    clock = accumulate(chain.from_iterable((1, duration) for duration in durations))
+    monkeypatch.setattr(machine.time, "thread_time", lambda: next(clock))
+    threads = torch.get_num_threads()
     assert machine.bfloat16_is_faster() is expected
+    assert torch.get_num_threads() == threads
+
+
+def test_the_choice_of_the_dtype_is_the_same_each_time():
+    assert len({machine.bfloat16_is_faster() for _ in range(20)}) == 1
 
 
 def test_the_rate_of_a_matrix_product_counts_its_operations(monkeypatch):
-    clock = itertools.count(step=0.5)
+    clock = count(step=0.5)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
-    assert machine.matmul_flops(torch.device("cpu"), torch.float32, 8) == 2 * 8**3 / 0.5
+    assert machine.matmul_flops(torch.device("cpu"), torch.float32) == 2 * 768**3 / 0.5
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
