@@ -169,7 +169,7 @@ class Flags:
     device: str = option("auto", "Device to use.", ["auto", "cpu", "cuda", "mps"])
     dtype: str = option(
         "auto",
-        "Type of the computation; weights stay float32. auto: bfloat16 if it is fast here.",
+        "Type of the computation; weights stay float32. auto: bfloat16 if it is known to be fast.",
         ["auto", "float32", "bfloat16", "float16"],
     )
     compile: bool | None = option(

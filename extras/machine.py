@@ -139,7 +139,7 @@ def bfloat16_is_faster() -> bool:
     """Return whether the CPU multiplies bfloat16 matrices at least 1.25 times as fast as float32.
 
     This is measured, because Intel's CPUs without AMX have instructions for bfloat16 that are
-    slower than those for float32. A CPU without such instructions is not measured.
+    slower than those for float32. A CPU without avx512_bf16 is not measured: the result is False.
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return False

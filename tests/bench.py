@@ -238,7 +238,7 @@ def make_model(
     """Return a model on DEVICE and its optimizers.
 
     optimizer: "adamw", "muon" (torch's), or "extras/muon", which divides its work over the ranks.
-    dtype: of the iterations of extras/muon.
+    dtype: of the step. The iterations of extras/muon are in float32 or bfloat16, as in run.py.
     attributes: of the model. By default, the loss is that of extras/cross_entropy.py.
     """
     sizes = shape.vocab, shape.T, shape.layers, num_heads(shape), shape.embd
@@ -254,6 +254,7 @@ def make_model(
         optimizers.append(torch.optim.Muon(groups["matrices"], lr=3e-4))
     elif optimizer == "extras/muon":
         fast: Any = importlib.import_module("extras.muon")
+        dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
         optimizers.append(fast.Muon(groups["matrices"], lr=3e-4, dtype=dtype, distribute=True))
     return model, optimizers
 

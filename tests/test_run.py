@@ -867,6 +867,15 @@ def test_a_last_save_that_fails_is_reported_once_for_two_ranks(text, tmp_path):
     )
 
 
+@pytest.mark.skipif(not EXTRAS, reason="torch's Muon always computes in bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_muon_computes_in_float32_only_in_a_float32_run(dtype):
+    model = gpt.build(gpt.Config(5, 4, 2, 2, 8), seed=0)
+    flags = program_module.Flags(optimizer="muon", dtype=dtype)
+    muon = program_module.make_optimizers(model, flags, one_machine=True)[-1]
+    assert muon.dtype == (torch.float32 if dtype == "float32" else torch.bfloat16)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_matrices_and_embeddings_are_decayed_but_not_biases_and_norms(optimizer):
     model = gpt.build(gpt.Config(5, 4, 2, 2, 8, arch="gpt2"), seed=0)
