@@ -137,7 +137,8 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
     The present state of the optimizers and the gradients of their parameters are deleted, even if
     the checkpoint has no optimizer state. Settings, such as the learning rate, stay as they are
-    now. To restore the weights alone, pass {"model": state["model"]} and no optimizers.
+    now. So with a scheduler of torch, also set the learning rate: see extras/tutorial/scheduler.py.
+    To restore the weights alone, pass {"model": state["model"]} and no optimizers.
 
     If a parameter has no optimizer state yet, restore_ first creates it by a step() with zero
     gradients and learning rate 0. This calls the hooks of step().
@@ -458,12 +459,15 @@ def prune(folder: str, keep: int) -> None:
 
 
 def _remove(folder: str, name: str) -> None:
-    """Delete a checkpoint, or set it aside if it is a folder."""
+    """Delete a checkpoint, or set it aside if it is a folder. An OSError is only a warning."""
     path = Path(folder, name)
-    if path.is_dir():
-        set_aside(folder, name)
-    else:
-        path.unlink(missing_ok=True)
+    try:
+        if path.is_dir():
+            set_aside(folder, name)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        warnings.warn(f"{name} not deleted: {error}", stacklevel=2)
 
 
 def set_aside(folder: str, name: str) -> None:

@@ -497,9 +497,9 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
         if ours != theirs and not both_json:
             # A state from --init-from has no step.
             other = "name another --out" if "step" in saved else "start without --init-from"
+            made = f"with {flag} {theirs}" if theirs is not None else f"without {flag}"
             raise ValueError(
-                f"{flag} {ours} contradicts {saved['name']}, made with {flag} {theirs}; "
-                f"leave it out, or {other}"
+                f"{flag} {ours} contradicts {saved['name']}, made {made}; leave it out, or {other}"
             )
     # Other versions can have other flags.
     names = (config.keys() & vars(flags).keys()) - given - NOT_RESTORED
@@ -629,7 +629,9 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
     # A new run must not overwrite another program's files. Ours contain "val_fraction".
     if (old or metrics) and '"val_fraction"' not in old and not step:
-        raise ValueError("this program did not write its metrics.jsonl or config.json")
+        raise ValueError(
+            "this program did not write its metrics.jsonl or config.json; name another --out"
+        )
     storage.make_folder(out)
     lock = storage.lock(out)
     # Another run may have written before this one had the lock.

@@ -36,10 +36,11 @@ def write_events(metrics: str, folder: str) -> None:
             records += [numbers] if "step" in numbers else []
     if not records:
         raise ValueError(f"{folder}: there are no metrics")
-    for path in Path(folder).glob(f"events.out.tfevents.*{SUFFIX}"):
-        path.unlink()
+    older = [*Path(folder).glob(f"events.out.tfevents.*{SUFFIX}")]
     with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
         for record in records:
             for name, value in record.items():
                 if name not in ("step", "time") and math.isfinite(value):
                     writer.add_scalar(name, value, record["step"], record.get("time"))
+    for path in older:
+        path.unlink()

@@ -172,15 +172,25 @@ def check_model(config: Any, vocabulary: Any, weights: dict[str, Any]) -> Model:
     """Return a model with the sizes of its weights. ValueError if its parts do not fit."""
     check_weights(weights)
     sizes = infer_config(config["arch"], config["heads"], config["block_size"], weights)
+    if sizes["arch"] == "gpt2" and not torch.equal(
+        weights["head.weight"], weights["embedding.weight"]
+    ):
+        raise ValueError("head.weight differs from embedding.weight; in GPT-2 they are the same")
     return Model(sizes, check_vocabulary(vocabulary, sizes["vocab"]), weights)
 
 
 def check_weights(weights: dict[str, Any]) -> None:
-    """Raise ValueError unless all values are tensors of finite floats."""
+    """Raise ValueError unless all values are tensors of finite floats that use their own memory."""
+    storages = {}
     for name, weight in weights.items():
         floats = isinstance(weight, Tensor) and weight.is_floating_point()
         if not floats or not weight.float().isfinite().all():
             raise ValueError(f"{name} is not a tensor of finite numbers")
+        storages[weight.untyped_storage().data_ptr()] = weight.untyped_storage().nbytes()
+    # A head and an embedding may share their memory. If all weights did, copies of them could need
+    # any amount of it.
+    if sum(weight.nbytes for weight in weights.values()) > 2 * sum(storages.values()):
+        raise ValueError("its weights share memory")
 
 
 def infer_config(
@@ -238,7 +248,11 @@ def read_hf(folder: Path) -> Model:
     weights: dict[str, Tensor] = {}
     for name in names:
         weights |= load_safetensors(folder / name)[0]
-    model = from_gpt2(weights, config.get("n_head", 12), conv1d=True)
+    heads = config.get("n_head", config.get("num_attention_heads", 12))
+    model = from_gpt2(weights, heads, conv1d=True)
+    layers = model.config["layers"]
+    if config.get("n_layer", config.get("num_hidden_layers", layers)) != layers:
+        raise ValueError(f"config.json has another number of layers than the weights, {layers}")
     vocabulary = read_vocabulary(folder / "tokenizer.json", model.config["vocab"])
     return model._replace(vocabulary=vocabulary)
 

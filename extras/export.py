@@ -117,7 +117,11 @@ def write_nanogpt(
         "config": {"dataset": folder.name},
     }
     folder.mkdir()
-    torch.save(state, folder / "ckpt.pt")
+    with open(folder / "ckpt.pt", "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch hides an OSError, for example of a full disk
+            raise error.__context__ if isinstance(error.__context__, OSError) else error
     if vocabulary["kind"] == "char":
         chars = vocabulary["chars"]
         ids = {char: i for i, char in enumerate(chars)}

@@ -88,12 +88,13 @@ def curve(run: Run, x: str, y: str) -> tuple[list[float], list[float]]:
 def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float]) -> list[float]:
     """Return the average of each value and its neighbours: on each side 1/40 of all, at most 250.
 
-    NaN stays NaN. At the beginning, where a loss falls quickly, fewer neighbours are used: as many
-    after a value as there are before it.
+    NaN stays NaN. Near the first and the last value, fewer neighbours are used, and as many before
+    a value as after it.
     """
-    reach, out = min(250, -(-len(values) // 40)), []
+    most, out = min(250, -(-len(values) // 40)), []
     for i, value in enumerate(values):
-        near = [v for v in values[i - min(i, reach) : i + min(i, reach) + 1] if math.isfinite(v)]
+        reach = min(most, i, len(values) - 1 - i)
+        near = [v for v in values[i - reach : i + reach + 1] if math.isfinite(v)]
         out.append(average(near) if math.isfinite(value) else math.nan)
     return out
 
@@ -119,7 +120,10 @@ def styles() -> Iterator[dict[str, Any]]:
 
 
 def draw(runs: Sequence[Run], path: str) -> None:
-    """Write the figure to `path`. Its ending says the format; ValueError if it is unknown."""
+    """Write the figure to `path`. Its ending says the format; ValueError if it is unknown.
+
+    After an OSError, what was at `path` is still there.
+    """
     with matplotlib.rc_context(dict[Any, Any](matplotlib.rcParamsDefault) | STYLE):
         drawn = figure(runs)
         known, kind = (
@@ -131,7 +135,13 @@ def draw(runs: Sequence[Run], path: str) -> None:
             endings = ", ".join(f".{name}" for name in sorted(known))
             raise ValueError(f"{path}: the ending must be one of {endings}")
         no_time = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-        drawn.savefig(path, metadata=no_time.get(kind))
+        part = f"{path}.part"
+        try:
+            drawn.savefig(part, format=kind, metadata=no_time.get(kind))
+            os.replace(part, path)
+        finally:
+            with suppress(OSError):
+                os.unlink(part)
 
 
 def figure(runs: Sequence[Run]) -> Any:

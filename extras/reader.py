@@ -90,7 +90,7 @@ class _Value:
     size: int = 1  # values in it, counted as often as they occur
     depth: int = 0  # tuples inside one another
     parts: Sequence["_Value"] = ()  # of a tuple
-    is_global: bool = False
+    is_callable: bool = False  # a global, but not a type of storages
 
 
 def _check_pickle(text: bytes) -> None:
@@ -108,6 +108,7 @@ def _check_pickle(text: bytes) -> None:
             raise ValueError(
                 f"it needs {argument or name}, so it contains more than tensors and plain values"
             )
+        is_callable = name == "GLOBAL" and not f"{argument}".endswith("Storage")
         if name == "MARK":
             marks.append(len(stack))
         elif name.endswith("PUT"):
@@ -120,7 +121,7 @@ def _check_pickle(text: bytes) -> None:
             start = (marks.pop() + 2 if marked else len(stack)) - len(below)
             if start < 0:
                 raise ValueError("its pickle is damaged")
-            taken, result = stack[start:], _Value(is_global=name == "GLOBAL")
+            taken, result = stack[start:], _Value(is_callable=is_callable)
             del stack[start:]
             if name.startswith("TUPLE"):
                 depth = 1 + max((part.depth for part in taken), default=0)
@@ -131,8 +132,9 @@ def _check_pickle(text: bytes) -> None:
                 copies += sum(key.size for key in keys)
                 result.size += sum(item.size for item in keys or items)
             elif name in ("REDUCE", "NEWOBJ", "BUILD", "BINPERSID"):
-                if name in ("REDUCE", "NEWOBJ") and not taken[0].is_global:
-                    raise ValueError("its pickle calls a value")  # torch would print the value
+                if name in ("REDUCE", "NEWOBJ") and not taken[0].is_callable:
+                    # torch would print the value. A new storage could have any size.
+                    raise ValueError("its pickle calls a value, or makes a storage")
                 used = taken[-1]
                 result = _Value(used.size, used.depth)
                 copies += max(used.size, sum(part.size for part in used.parts))

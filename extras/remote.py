@@ -142,7 +142,7 @@ def _load(ckpt: ModuleType, url: str, entry: Any) -> dict[str, Any]:
 def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
     paths = []
     with suppress(FileNotFoundError), _file_system(url) as (fs, path):
-        _refuse_ftp(fs)
+        _check_place(fs, path)
         # Not exists(): for some file systems it is False if the server does not answer.
         paths = fs.ls(path, detail=False)
     return ckpt.parse_names(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
@@ -168,14 +168,17 @@ def _set_aside(url: str, name: str) -> None:
         fs.mv(f"{path}/{name}", f"{path}/{name}.damaged")
 
 
-def _refuse_ftp(fs: Any) -> None:
+def _check_place(fs: Any, path: str) -> None:
+    """ValueError if checkpoints cannot be here."""
     if fs.protocol == "ftp":
         raise ValueError("an ftp server cannot hold checkpoints; its errors look like no files")
+    if set(path) & set("*?["):  # fsspec would also rename and delete files that match
+        raise ValueError("a URL for checkpoints must not contain *, ? or [")
 
 
 def _make_folder(url: str) -> None:
     with _file_system(url) as (fs, path):
-        _refuse_ftp(fs)
+        _check_place(fs, path)
         fs.makedirs(path, exist_ok=True)
 
 
@@ -236,7 +239,8 @@ def download(url: str) -> list[str]:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     with _file_system(url) as (fs, path):
         names = [path] if fs.exists(path) else sorted(fs.glob(path))
-        if any(map(fs.isdir, names)):
+        # For http, isdir() would read the whole file, and is true for any text that has links.
+        if any(fs.isdir(name) for name in names if "://" not in name or name.endswith("/")):
             raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
         if not names and "://" in path:  # exists() of http hides the server's error; this raises it
             with suppress(FileNotFoundError):
@@ -269,7 +273,8 @@ def _copy_once(fs: Any, name: str, folder: str) -> str:
     # Keep the ending, such as .bin. In a URL of http, a query can follow or contain the name.
     path = urlsplit(name).path if "://" in name else name
     path = path if os.path.splitext(path)[1] else name
-    copy = os.path.join(folder, os.path.basename(path)[-100:] or "data")
+    # Names of files can have 255 bytes, and a character up to 4.
+    copy = os.path.join(folder, os.path.basename(path)[-40:] or "data")
     part = f"{copy}.{socket.gethostname()}.part"  # Some file systems lock per host only.
     os.makedirs(folder, exist_ok=True)
     with filelock.FileLock(os.path.join(folder, ".lock")):

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -54,7 +55,8 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
 
     write_sharded: every rank must then call this, `snapshot`, `save` and `restore_`. `load` and
     `newest` give the tensors of a sharded checkpoint on the device "meta", and `restore_` reads the
-    values. Call `save` in a thread if it can take longer than the timeout of process_group.
+    values. Call `save` in a thread if it can take longer than the timeout of process_group. In
+    `restore_`, the ranks wait within this timeout for the slowest one.
     """
     save_one = ckpt.save
     load_any = partial(load, ckpt, None if write_sharded else read)
@@ -107,15 +109,18 @@ def check_shared_folder(ckpt: ModuleType, folder: str) -> None:
 
 
 def remove(ckpt: ModuleType, folder: str, name: str) -> None:
-    """Delete a checkpoint, if it exists."""
+    """Delete a checkpoint, if it exists. An OSError is only a warning."""
     path = Path(folder, name)
-    if path.is_dir():
-        # What an interrupted deletion leaves must not have the name of a checkpoint.
-        path = path.rename(Path(folder, ckpt.TEMPORARY + uuid.uuid4().hex))
-        ckpt.fsync_folder(folder)
-        shutil.rmtree(path, ignore_errors=True)  # ckpt.lock deletes the rest
-    else:
-        path.unlink(missing_ok=True)
+    try:
+        if path.is_dir() and not path.is_symlink():
+            # What an interrupted deletion leaves must not have the name of a checkpoint.
+            path = path.rename(Path(folder, ckpt.TEMPORARY + uuid.uuid4().hex))
+            ckpt.fsync_folder(folder)
+            shutil.rmtree(path, ignore_errors=True)  # ckpt.lock deletes the rest
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        warnings.warn(f"{name} not deleted: {error}", stacklevel=2)
 
 
 def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
@@ -225,7 +230,7 @@ def _on_all_ranks(
         _DistWrapper(group, dist.is_initialized(), 0).all_reduce("", function, finish)
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        text = getattr(cause, "strerror", None) or f"{cause}".partition("\n")[0]
+        text = getattr(cause, "strerror", None) or f"{cause}".partition("\n")[0] or repr(cause)
         kind = OSError if isinstance(cause, OSError) else ValueError
         raise kind(f"rank {rank}: {text}") from None
 
@@ -290,7 +295,10 @@ def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor
     """Return the manifest, and its tensors on the device "meta". ValueError if it is damaged."""
     file = path / MANIFEST
     if not file.is_file():  # opening a pipe might never end
-        raise ValueError(f"damaged: there is no file {file}; all ranks must share the folder")
+        raise ValueError(
+            f"damaged: there is no file {file}; all ranks must share the folder, and no other run "
+            "may use it"
+        )
     if not path.name.endswith(f"-{ckpt.sha256(file)[:32]}"):
         raise ValueError(f"damaged: {MANIFEST} does not have the digest in the name of the folder")
     text = file.read_bytes()

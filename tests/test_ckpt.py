@@ -1227,6 +1227,24 @@ def test_prune_ignores_a_checkpoint_that_another_process_has_deleted(folder, mon
     assert names(folder) == [entries[2].name]
 
 
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_the_others_are_deleted(
+    folder, monkeypatch
+):
+    """For example, one of another user. The new checkpoint is complete."""
+    first, second, third = (ckpt.save(folder, some_state(i), i) for i in range(3))
+    unlink = Path.unlink
+
+    def refuse(path, **how):
+        if path.name == first.name:
+            raise PermissionError("not yours")
+        unlink(path, **how)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.warns(UserWarning, match=f"^{first.name} not deleted: not yours$"):
+        last = ckpt.save(folder, some_state(3), 3, keep=1)
+    assert ckpt.list_checkpoints(folder) == [first, last]
+
+
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keep_below_1_is_an_error_and_deletes_nothing(folder, keep):
     saved = [ckpt.save(folder, some_state(i), i, 1.0) for i in range(3)]

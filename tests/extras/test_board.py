@@ -63,6 +63,20 @@ def test_a_line_that_was_cut_off_is_left_out_and_files_of_others_stay(tmp_path):
     assert shown(tmp_path) == {"loss": [(1, 2.5)]}
 
 
+def test_the_events_before_are_deleted_only_when_the_new_ones_are_written(tmp_path, monkeypatch):
+    board = pytest.importorskip("extras.board")
+    board.write_events('{"step": 1, "loss": 2.5}', f"{tmp_path}")
+    before = {*tmp_path.iterdir()}
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(board.SummaryWriter, "add_scalar", fail)
+    with pytest.raises(OSError, match="disk is full"):
+        board.write_events('{"step": 1, "loss": 2.5}', f"{tmp_path}")
+    assert len(before) == 1 and before < {*tmp_path.iterdir()}
+
+
 def test_lines_that_are_not_metrics_are_left_out(tmp_path):
     board = pytest.importorskip("extras.board")
     lines = ["[1, 2]", "5", "null", '{"loss": 1.0}', '{"step": 2, "loss": "x", "lr": 0.5}']

@@ -223,6 +223,7 @@ WRONG = {
     "another activation": ({"activation_function": "relu"}, {}, "activation_function is 'relu'"),
     "another norm": ({"layer_norm_epsilon": 1e-6}, {}, "layer_norm_epsilon is 1e-06"),
     "another model": ({"model_type": "llama"}, {}, "model_type is 'llama'"),
+    "other layers": ({"n_layer": 1}, {}, "another number of layers than the weights, 3"),
     "heads that are not a number": ({"n_head": "4"}, {}, "heads is '4'"),
     "a weight is missing": (
         {},
@@ -261,6 +262,33 @@ def test_a_model_that_is_not_gpt2_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
         exchange.read(f"{tmp_path / 'hf'}", reader.read)
     assert str(caught.value).startswith(f"{tmp_path / 'hf'}: ") and "\n" not in str(caught.value)
+
+
+def test_the_number_of_heads_can_have_its_other_name(tmp_path):
+    pytest.importorskip("safetensors")
+    write(of("char")[1], "hf", tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    told = json.loads(path.read_text())
+    heads = told.pop("n_head")
+    assert heads != 12  # the default
+    path.write_text(json.dumps({**told, "num_attention_heads": heads}))
+    assert exchange.read(f"{tmp_path / 'hf'}", reader.read).config["heads"] == heads
+
+
+def test_a_head_that_differs_from_its_embedding_is_refused():
+    """In a model of gpt2, one of them would be ignored."""
+    config, vocabulary, weights = of("char")[1]
+    weights = {**weights, "head.weight": weights["head.weight"] + 1}
+    with pytest.raises(ValueError, match="head.weight differs from embedding.weight"):
+        exchange.check_model(config, vocabulary, weights)
+
+
+def test_weights_that_share_memory_are_refused():
+    """A small file could otherwise hold a model of any size. A tied head is no such case."""
+    whole = torch.ones(1000)
+    exchange.check_weights({"embedding": whole, "head": whole, "one": torch.ones(3)})
+    with pytest.raises(ValueError, match="share memory"):
+        exchange.check_weights({f"{i}": whole[i:] for i in range(300)})
 
 
 @pytest.mark.parametrize("key", ["model", "model_args", "vocabulary"])

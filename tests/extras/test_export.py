@@ -170,12 +170,13 @@ def test_an_export_that_fails_in_the_middle_leaves_nothing(tmp_path, monkeypatch
     assert len(seen) == 1 and seen[0].name != "a" and not [*tmp_path.iterdir()]
 
 
-def test_a_file_of_safetensors_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+@pytest.mark.parametrize("format", ["hf", "nanogpt", "safetensors"])
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path, format):
     no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, no_limit[1]))  # bytes in a file
     try:
         with pytest.raises(OSError, match="File too large"):
-            write(of("char")[1], "safetensors", tmp_path / "a")
+            write(of("char")[1], format, tmp_path / "a")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
     assert not [*tmp_path.iterdir()]

@@ -233,8 +233,8 @@ FORGED: dict[
     "a nest": (lambda p: zipped({**records(HONEST), "archive/data.pkl": NEST}), ""),
     "a storage by its size": (
         lambda p: torch_saved({**HONEST, "x": Calls(torch.UntypedStorage, BOMB)}),
-        "",
-    ),  # never touched
+        "makes a storage",
+    ),  # the opcode BUILD could give it to a tensor
     "a large number in the memo": (
         lambda p: edited(b"q\x00", b"r\xff\xff\xff\x7f"),
         "",

@@ -592,6 +592,28 @@ def test_a_file_of_a_website_is_downloaded_again_when_it_was_replaced(website, c
     assert contents(remote.download(f"{url}/x.txt")) == [b"new"]
 
 
+def test_a_page_with_links_is_a_file(website, cache):
+    folder, url = website
+    page = b'<p>Some text. <a href="next.html">Next</a></p>'
+    (folder / "book.html").write_bytes(page)
+    assert contents(remote.download(f"{url}/book.html")) == [page]
+
+
+def test_a_long_name_of_long_characters_can_be_copied(cache, tmp_path):
+    name = "\u8a9e" * 83 + ".txt"  # 253 bytes, and 255 are possible
+    (tmp_path / name).write_bytes(b"text")
+    (copy,) = remote.download(f"file://{tmp_path}/{name}")
+    assert contents([copy]) == [b"text"] and copy.endswith("\u8a9e.txt")
+
+
+@pytest.mark.parametrize("url", ["memory://runs/lr[6]", "memory://runs/*", "memory://runs/a?"])
+def test_a_url_that_is_a_pattern_is_refused_for_checkpoints(files, url):
+    """fsspec would rename the files of other runs too."""
+    for call in (files.list_checkpoints, files.make_folder, files.newest):
+        with pytest.raises(ValueError, match="must not contain"):
+            call(url)
+
+
 def test_the_query_of_a_url_is_not_a_part_of_the_name(website, cache):
     folder, url = website
     np.arange(9, dtype=np.uint16).tofile(folder / "ids.bin")

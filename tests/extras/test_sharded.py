@@ -734,6 +734,39 @@ def test_a_folder_whose_deletion_breaks_off_is_not_listed_and_goes_with_the_lock
             files.lock(f"{tmp_path}", timeout=0.0)
 
 
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_the_others_are_deleted(
+    files, tmp_path, monkeypatch
+):
+    first, second, third = (make_sharded(tmp_path, step) for step in (10, 20, 30))
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path == first:
+            raise PermissionError("not yours")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.warns(UserWarning, match=f"^{first.name} not deleted: not yours$"):
+        files.prune(f"{tmp_path}", 1)
+    assert {*tmp_path.iterdir()} == {first, third}
+
+
+def test_of_a_checkpoint_that_is_a_link_only_the_link_is_deleted(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    path = make_sharded(tmp_path / "elsewhere")
+    (tmp_path / path.name).symlink_to(path)
+    sharded.remove(ckpt, f"{tmp_path}", path.name)
+    assert path.is_dir() and os.listdir(tmp_path) == ["elsewhere"]
+
+
+def test_an_error_without_text_is_named():
+    def fail():
+        raise MemoryError
+
+    with pytest.raises(ValueError, match="^rank 0: MemoryError\\(\\)$"):
+        sharded._on_all_ranks(None, fail)
+
+
 def test_sharded_checkpoints_are_pruned_while_whole_ones_are_saved(files, tmp_path):
     """An interrupted save of another process must stay, and so must what was set aside."""
     for step in (10, 20, 30):
