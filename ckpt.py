@@ -449,7 +449,7 @@ def superseded(entries: list[Entry], keep: int) -> list[Entry]:
 
 
 def prune(folder: str, keep: int) -> None:
-    """Delete the checkpoints that superseded() returns.
+    """Delete the checkpoints that superseded() returns. If one cannot be deleted, it only warns.
 
     A sharded checkpoint is only set aside, because no single operation deletes a folder.
     extras/sharded.py can delete it.
@@ -459,7 +459,7 @@ def prune(folder: str, keep: int) -> None:
 
 
 def _remove(folder: str, name: str) -> None:
-    """Delete a checkpoint, or set it aside if it is a folder. An OSError is only a warning."""
+    """Delete a checkpoint, or set it aside if it is a folder."""
     path = Path(folder, name)
     try:
         if path.is_dir():
@@ -467,7 +467,7 @@ def _remove(folder: str, name: str) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        warnings.warn(f"{name} not deleted: {error}", stacklevel=2)
+        warnings.warn(f"{name} not deleted: {error.strerror or error}", stacklevel=2)
 
 
 def set_aside(folder: str, name: str) -> None:

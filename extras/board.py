@@ -36,11 +36,17 @@ def write_events(metrics: str, folder: str) -> None:
             records += [numbers] if "step" in numbers else []
     if not records:
         raise ValueError(f"{folder}: there are no metrics")
-    older = [*Path(folder).glob(f"events.out.tfevents.*{SUFFIX}")]
-    with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
-        for record in records:
-            for name, value in record.items():
-                if name not in ("step", "time") and math.isfinite(value):
-                    writer.add_scalar(name, value, record["step"], record.get("time"))
-    for path in older:
-        path.unlink()
+    pattern = f"events.out.tfevents.*{SUFFIX}"
+    older = superseded = {*Path(folder).glob(pattern)}
+    try:
+        with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
+            for record in records:
+                for name, value in record.items():
+                    if name not in ("step", "time") and math.isfinite(value):
+                        writer.add_scalar(name, value, record["step"], record.get("time"))
+    except BaseException:
+        superseded = {*Path(folder).glob(pattern)} - older
+        raise
+    finally:
+        for path in superseded:
+            path.unlink(missing_ok=True)

@@ -155,7 +155,7 @@ def bfloat16_is_faster() -> bool:
             seconds[i] = min(seconds[i], time.thread_time() - start)
     torch.set_num_threads(threads)
     bfloat16, float32 = seconds
-    return bfloat16 <= float32 / 1.25
+    return 0 < bfloat16 <= float32 / 1.25  # The clock of Windows is too coarse: 0.
 
 
 def device_memory(device: torch.device) -> int:

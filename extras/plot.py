@@ -120,10 +120,7 @@ def styles() -> Iterator[dict[str, Any]]:
 
 
 def draw(runs: Sequence[Run], path: str) -> None:
-    """Write the figure to `path`. Its ending says the format; ValueError if it is unknown.
-
-    After an OSError, what was at `path` is still there.
-    """
+    """Write the figure to `path`. Its ending says the format; ValueError if it is unknown."""
     with matplotlib.rc_context(dict[Any, Any](matplotlib.rcParamsDefault) | STYLE):
         drawn = figure(runs)
         known, kind = (
@@ -135,13 +132,7 @@ def draw(runs: Sequence[Run], path: str) -> None:
             endings = ", ".join(f".{name}" for name in sorted(known))
             raise ValueError(f"{path}: the ending must be one of {endings}")
         no_time = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-        part = f"{path}.part"
-        try:
-            drawn.savefig(part, format=kind, metadata=no_time.get(kind))
-            os.replace(part, path)
-        finally:
-            with suppress(OSError):
-                os.unlink(part)
+        drawn.savefig(path, metadata=no_time.get(kind))
 
 
 def figure(runs: Sequence[Run]) -> Any:

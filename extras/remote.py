@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 
 import filelock
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 # Keys of fs.info() whose value changes with the content of a file. The first that exists counts.
 CHANGES = "ETag etag generation sha Last-Modified Content-MD5 Digest mtime modify".split()
@@ -156,6 +157,7 @@ def _prune(ckpt: ModuleType, url: str, keep: int) -> None:
 def _remove(url: str, name: str) -> None:
     """Delete a checkpoint if it exists. A sharded one is a folder."""
     with suppress(FileNotFoundError), _file_system(url) as (fs, path):
+        _check_place(fs, path)
         if name.endswith(".pt"):
             fs.rm_file(f"{path}/{name}")
         else:
@@ -165,6 +167,7 @@ def _remove(url: str, name: str) -> None:
 def _set_aside(url: str, name: str) -> None:
     """Add ".damaged" to the name of a file."""
     with _file_system(url) as (fs, path):
+        _check_place(fs, path)
         fs.mv(f"{path}/{name}", f"{path}/{name}.damaged")
 
 
@@ -172,7 +175,8 @@ def _check_place(fs: Any, path: str) -> None:
     """ValueError if checkpoints cannot be here."""
     if fs.protocol == "ftp":
         raise ValueError("an ftp server cannot hold checkpoints; its errors look like no files")
-    if set(path) & set("*?["):  # fsspec would also rename and delete files that match
+    # Other file systems would also rename and delete files that match.
+    if not isinstance(fs, LocalFileSystem) and set(path) & set("*?["):
         raise ValueError("a URL for checkpoints must not contain *, ? or [")
 
 
@@ -233,14 +237,15 @@ def download(url: str) -> list[str]:
     downloads and the others wait. If a website sends no ETag and no time, a change that keeps the
     size is not noticed. Old copies are not deleted.
 
-    FileNotFoundError if no file matches, IsADirectoryError if a folder does. OSError if a file
-    changes during the download, except at http:// and https://.
+    FileNotFoundError if no file matches, IsADirectoryError if a folder does. (A page of a website
+    is a folder only if its URL ends with "/" and it has links.) OSError if a file changes during
+    the download, except at http:// and https://.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     with _file_system(url) as (fs, path):
         names = [path] if fs.exists(path) else sorted(fs.glob(path))
-        # For http, isdir() would read the whole file, and is true for any text that has links.
-        if any(fs.isdir(name) for name in names if "://" not in name or name.endswith("/")):
+        # For http, isdir() is true for any text that has links. So it is not used for files.
+        if any(fs.isdir(name) for name in names if "://" not in name or url.endswith("/")):
             raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
         if not names and "://" in path:  # exists() of http hides the server's error; this raises it
             with suppress(FileNotFoundError):

@@ -120,7 +120,8 @@ def remove(ckpt: ModuleType, folder: str, name: str) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        warnings.warn(f"{name} not deleted: {error}", stacklevel=2)
+        # The text must be the same each time, because Python shows equal warnings once.
+        warnings.warn(f"{name} not deleted: {error.strerror or error}", stacklevel=2)
 
 
 def prune(ckpt: ModuleType, folder: str, keep: int) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import errno
 import hashlib
 import io
 import math
@@ -16,6 +17,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -1236,7 +1238,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_the_others_are_del
 
     def refuse(path, **how):
         if path.name == first.name:
-            raise PermissionError("not yours")
+            raise PermissionError(errno.EPERM, "not yours", f"{path}", None, f"{uuid.uuid4()}")
         unlink(path, **how)
 
     monkeypatch.setattr(Path, "unlink", refuse)

@@ -224,6 +224,11 @@ WRONG = {
     "another norm": ({"layer_norm_epsilon": 1e-6}, {}, "layer_norm_epsilon is 1e-06"),
     "another model": ({"model_type": "llama"}, {}, "model_type is 'llama'"),
     "other layers": ({"n_layer": 1}, {}, "another number of layers than the weights, 3"),
+    "other layers by another name": (
+        {"n_layer": None, "num_hidden_layers": 1},
+        {},
+        "another number of layers than the weights, 3",
+    ),
     "heads that are not a number": ({"n_head": "4"}, {}, "heads is '4'"),
     "a weight is missing": (
         {},
@@ -255,7 +260,9 @@ def test_a_model_that_is_not_gpt2_is_refused(tmp_path, name):
     told, changed, said = WRONG[name]
     write(of("char")[1], "hf", tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
+    told = {**json.loads(path.read_text()), **told}
+    told = {key: value for key, value in told.items() if value is not None}
+    path.write_text(json.dumps(told))
     weights = {**safetensors.load_file(tmp_path / "hf" / "model.safetensors"), **changed}
     weights = {key: weight for key, weight in weights.items() if weight is not None}
     safetensors.save_file(weights, tmp_path / "hf" / "model.safetensors")

@@ -592,6 +592,14 @@ def test_a_file_of_a_website_is_downloaded_again_when_it_was_replaced(website, c
     assert contents(remote.download(f"{url}/x.txt")) == [b"new"]
 
 
+def test_a_folder_of_a_website_is_an_error(website, cache):
+    folder, url = website
+    (folder / "books").mkdir()
+    (folder / "books" / "x.txt").touch()
+    with pytest.raises(IsADirectoryError, match="is a folder; name its files"):
+        remote.download(f"{url}/books/")
+
+
 def test_a_page_with_links_is_a_file(website, cache):
     folder, url = website
     page = b'<p>Some text. <a href="next.html">Next</a></p>'
@@ -609,9 +617,18 @@ def test_a_long_name_of_long_characters_can_be_copied(cache, tmp_path):
 @pytest.mark.parametrize("url", ["memory://runs/lr[6]", "memory://runs/*", "memory://runs/a?"])
 def test_a_url_that_is_a_pattern_is_refused_for_checkpoints(files, url):
     """fsspec would rename the files of other runs too."""
-    for call in (files.list_checkpoints, files.make_folder, files.newest):
+    calls = [files.list_checkpoints, files.make_folder, files.newest]
+    calls += [functools.partial(call, name="x") for call in (files.set_aside, remote._remove)]
+    for call in calls:
         with pytest.raises(ValueError, match="must not contain"):
             call(url)
+
+
+def test_a_local_url_is_no_pattern(files, tmp_path):
+    url, other = f"file://{tmp_path}/lr[6]", f"file://{tmp_path}/lr6"
+    entries = [files.save(folder, some_state(1), 1) for folder in (other, url)]
+    files.set_aside(url, entries[1].name)
+    assert files.list_checkpoints(other) == [entries[0]] and not files.list_checkpoints(url)
 
 
 def test_the_query_of_a_url_is_not_a_part_of_the_name(website, cache):

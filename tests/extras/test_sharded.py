@@ -4,6 +4,7 @@
 tests look at these, and at forged and damaged copies of them.
 """
 
+import errno
 import functools
 import hashlib
 import io
@@ -15,6 +16,7 @@ import random
 import resource
 import shutil
 import signal
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -742,7 +744,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_the_others_are_del
 
     def refuse(path, target):
         if path == first:
-            raise PermissionError("not yours")
+            raise PermissionError(errno.EPERM, "not yours", f"{path}", None, f"{uuid.uuid4()}")
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
