@@ -385,8 +385,7 @@ def sample(
     )
     while True:
         end = context.shape[1]
-        with torch.inference_mode():  # saves up to a tenth of the time
-            logits = model(context, caches=caches[..., :end, :], start=start)
+        logits = model(context, caches=caches[..., :end, :], start=start)
         tokens = sample_token(logits, temperature, top_k)
         context, start = torch.cat((context, tokens[:, None]), 1), end
         yield tokens

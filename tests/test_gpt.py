@@ -635,7 +635,7 @@ def test_a_batch_of_prompts_continues_like_each_prompt_alone(block_size, length,
 
 
 def test_a_model_can_be_trained_on_sampled_tokens():
-    """Tensors that were made in inference mode could not be saved for the backward pass."""
+    """Tensors of torch.inference_mode() could not be saved for the backward pass."""
     model = random_model("modern2")
     tokens = next(gpt.sample(model, random_tokens(2)))[None]
     model(tokens, tokens).backward()
