@@ -24,6 +24,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,7 +129,11 @@ def run_traced(
             uuid.uuid4 = lambda: uuid.UUID(int=chance.getrandbits(128))
             error, result = "", None
             try:
-                result = job()
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    result = job()
+                # An old checkpoint that cannot be deleted is reported so.
+                error = " ".join(f"{w.message}" for w in warned if "not deleted" in f"{w.message}")
             except BaseException as caught:
                 error = f"{type(caught).__name__}: {caught}"
             os.write(answer, json.dumps([error, result]).encode())
