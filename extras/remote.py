@@ -177,7 +177,7 @@ def _check_place(fs: Any, path: str) -> None:
         raise ValueError("an ftp server cannot hold checkpoints; its errors look like no files")
     # Other file systems would also rename and delete files that match.
     if not isinstance(fs, LocalFileSystem) and set(path) & set("*?["):
-        raise ValueError("a URL for checkpoints must not contain *, ? or [")
+        raise ValueError(f"{path}: the URL of a folder for checkpoints must not contain *, ? or [")
 
 
 def _make_folder(url: str) -> None:
