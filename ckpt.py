@@ -300,8 +300,8 @@ def save(
     which can delete the new checkpoint at once if the folder has higher steps.
 
     ValueError if load() would refuse the file, for example because of NaN. After an error in
-    writing, the earlier checkpoints are untouched. ValueError also if keep < 1, after the file was
-    written.
+    writing, the earlier checkpoints are untouched. An older one that cannot be deleted is only a
+    warning. ValueError also if keep < 1, after the file was written.
     """
     _check_state(state)
     make_folder(folder)

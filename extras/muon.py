@@ -28,7 +28,7 @@ class Muon(torch.optim.Muon):
     ns_coefficients: (a, b, c) for all ns_steps iterations, or a list of such triples, one per
         iteration. With a list, ns_steps is not used, and torch.optim.Muon cannot continue from the
         state.
-    dtype: of the iterations.
+    dtype: of the iterations. With float32, runs on different numbers of ranks differ less.
     distribute: If true, each rank of the default process group orthogonalises its part of each
         batch. The gradients must be equal on all ranks, as under DistributedDataParallel.
 
