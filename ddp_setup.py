@@ -215,38 +215,35 @@ def _join(world: World, timeout: float) -> World:
         # Otherwise a rank could leave the block while another one still connects to it.
         dist.barrier(gloo)
     except RuntimeError as error:
-        if not _is_from_others(error):
-            raise
-        address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-        raise ConnectionError(
-            f"rank {world.rank}: not all {world.size} ranks connected to {address} "
-            f"({_first_line(error)})"
-        ) from error
+        if reason := _fault_of_others(error):
+            address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+            reason = f"not all {world.size} ranks connected to {address} ({reason})"
+            raise ConnectionError(f"rank {world.rank}: {reason}") from error
+        raise
     return world._replace(gloo=gloo)
 
 
-def _is_from_others(error: BaseException) -> bool:
-    """Return whether torch raised this because another rank is lost or late."""
-    # gloo raises a bare RuntimeError, whose text begins with a place in its source. Without this
-    # match, each rank that has lost another one would print a traceback.
+def _fault_of_others(error: Exception) -> str:
+    """Return the first line of an error of torch that only says that another rank is lost or late.
+
+    Return "" for any other error.
+    """
+    # gloo raises a bare RuntimeError, whose text contains a place in gloo's source. Without this
+    # match, each rank that has lost another one would raise an error of its own.
     gloo = type(error) is RuntimeError and re.search(r"\[\S*/gloo/\S+:\d+\]", str(error))
-    return bool(gloo) or isinstance(error, dist.DistError)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+    return str(error).split("\n")[0] if gloo or isinstance(error, dist.DistError) else ""
 
 
 def _leave_to_others(error: Exception, world: World, timeout: float) -> None:
     """Raise SystemExit if another rank reports the cause of this error. Otherwise, return."""
     code, line = getattr(error, "exit_code", 1), ""
-    if _is_from_others(error):
-        if re.search("(?i)timed? ?out", str(error)):
+    if reason := _fault_of_others(error):
+        if re.search("(?i)timed? ?out", reason):
             line = f"waited {timeout:g} s in vain for another rank"
         elif multiprocessing.parent_process():
             code = LOST
         else:
-            line = f"lost the connection to the other ranks ({_first_line(error)})"
+            line = f"lost the connection to the other ranks ({reason})"
     elif not (world.rank and getattr(error.__cause__ or error, "of_all_ranks", False)):
         return
     time.sleep(1)  # The launcher must see the rank that failed first as the first to end.
@@ -330,7 +327,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
         result = call()
     except Exception as error:
         own = error
-        own.add_note(f"On rank {world.rank}: {traceback.format_exc()}")
+        if world.rank:
+            own.add_note(f"On rank {world.rank}: {traceback.format_exc()}")
     shared = own
     try:
         pickle.loads(pickle.dumps(own))
@@ -503,11 +501,14 @@ def _run_rank(
 ) -> None:
     """Run function(*args) as a rank, in a new process."""
     _end_with_parent(parent)
-    variables = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update({name: f"{value}" for name, value in variables.items()})
-    # With TORCHELASTIC_USE_AGENT_STORE, rank 0 does not serve the store, because the parent does.
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}", TORCHELASTIC_USE_AGENT_STORE="True"
+        RANK=f"{rank}",
+        LOCAL_RANK=f"{rank}",
+        WORLD_SIZE=f"{size}",
+        LOCAL_WORLD_SIZE=f"{size}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=f"{port}",
+        TORCHELASTIC_USE_AGENT_STORE="True",  # The store is in the parent, not in rank 0.
     )
     try:
         function(*args)
