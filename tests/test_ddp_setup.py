@@ -236,12 +236,15 @@ def forks(name, *args, size=2, serve=True, port=None, **variables):
             for process in processes:
                 process.join(100)
             texts = [Path(folder, f"{rank}").read_text() for rank in range(size)]
-            found = ["".join(re.findall("^(?:Error|Trace).*\n", text, re.M)) for text in texts]
+            begins = re.compile("^(?:Error|WARNING|Traceback).*\n", re.M)
+            found = ["".join(begins.findall(text)) for text in texts]
             return [(process.exitcode, text) for process, text in zip(processes, found)]
 
         try:
             for rank in range(size):
                 more = {**launch_variables(rank, size, port or store.port), **variables}
+                if name == "spawn":  # This process is no rank: it starts them.
+                    more = {}
                 arguments = f"{folder}/{rank}", more, name, *args
                 processes.append(FORKS.Process(target=ranks.run, args=arguments))
                 processes[-1].start()
@@ -465,8 +468,7 @@ def listening(pids):
 @contextmanager
 def spawning(name, folder):
     """Start a process that starts two ranks. Yield it, the function that returns its end, and the ranks' ids."""
-    variables = dict.fromkeys(["RANK", "WORLD_SIZE"])
-    with forks("spawn", name, f"{folder}", size=1, **variables) as ([parent], ends):
+    with forks("spawn", name, f"{folder}", size=1) as ([parent], ends):
         yield parent, ends, ready(folder)
 
 
@@ -551,6 +553,15 @@ def test_only_a_worker_of_torchrun_ends_if_its_parent_has_ended_during_the_impor
     start = {**START, "env": START["env"] | more}
     ran = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, **start)
     assert ran.stdout == "imported\n" + ("" if more else "continues\n")
+
+
+@linux
+def test_a_worker_that_was_forked_after_the_import_is_not_taken_for_an_orphan(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    worker = multiprocessing.get_context("fork").Process(target=ranks.main, args=("join", 1))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 # ------------------------------------------------------------------------------------- stop signals
