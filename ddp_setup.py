@@ -264,7 +264,7 @@ def _leave_to_others(error: Exception, world: World, timeout: float) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """On Linux, exit if the process `parent` has ended. When it ends later, Linux kills this one."""
+    """On Linux, exit if the parent has ended. When it ends later, Linux kills this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG.
         if os.getppid() != parent:
