@@ -91,9 +91,10 @@ class Found(NamedTuple):
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
     """Return {"model": {...}, "optimizers": [{"state": {...}}], **more}, copied to the CPU.
 
-    Every rank must call this. Ranks above 0 get {}. The state of an optimizer is by the names of
-    its parameters, which are those of unwrap(model). Its settings, such as the learning rate, are
-    not saved. The training can continue at once, because the copies share no memory with the model.
+    Every rank must call this. Ranks above 0 get {}. The training can continue at once, because the
+    copies share no memory with the model. An optimizer without a state becomes {}. Otherwise its
+    "state" has the names of the parameters as keys, which are those of unwrap(model). Its settings,
+    such as the learning rate, are not saved.
 
     model: for several models, pass nn.ModuleDict({"g": unwrap(g), "d": unwrap(d)}).
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
@@ -108,6 +109,8 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
         "model": model.state_dict(keep_vars=True),
         "optimizers": [
             {"state": {names[p]: values for p, values in optimizer.state.items()}}
+            if optimizer.state
+            else {}
             for optimizer in optimizers
         ],
     }

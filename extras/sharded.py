@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 State = dict[str, Any]
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -185,9 +186,9 @@ def snapshot(ckpt: ModuleType, model: nn.Module, optimizers: Optimizers, **more:
     writers = {name: 0 if name in buffers else i % size for i, name in enumerate(by_size)}
     mine = [n for n in by_size if writers[n] == rank or isinstance(tensors[n], DTensor)]
     copies = {name: tensors[name].to("cpu", copy=True) for name in mine}
-    # The list of optimizers has only their number. Older manifests have the settings of each.
-    manifest = {"names": names, "optimizers": [{}] * len(optimizers), "state": more}
-    return {"tensors": copies, "manifest": manifest}
+    parameters = ckpt.parameter_names(model, optimizers)
+    groups = [tree_map_only(nn.Parameter, parameters.get, o.param_groups) for o in optimizers]
+    return {"tensors": copies, "manifest": {"names": names, "optimizers": groups, "state": more}}
 
 
 def write(
@@ -346,7 +347,8 @@ def _build_state(manifest: State, tensors: dict[str, Tensor]) -> State:
     for key, tensor in tensors.items():
         if match := re.fullmatch(r"optimizers\.(\d+)\.(.+)\.([^.]+)", key):
             moments[int(match[1])].setdefault(match[2], {})[match[3]] = tensor
-    optimizers = [{"state": state} for state in moments]
+    pairs = zip(moments, manifest["optimizers"])
+    optimizers = [{"state": state, "param_groups": g} if state else {} for state, g in pairs]
     model = {name: tensors[f"model.{first}"] for name, first in manifest["names"].items()}
     return {**manifest["state"], "model": model, "optimizers": optimizers}
 
