@@ -4,12 +4,19 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 # run.py binds torch lazily, unless it is loaded. `import torch.distributed` would then load it twice.
 import torch  # noqa: F401
 
 import run
+
+with suppress(ImportError):  # without extras/, run.py has fewer commands
+    from extras.commands import COMMANDS
+
+    for added in COMMANDS:
+        run.cli.add_command(added)
 
 # flags of other programs that the documents mention
 FOREIGN_FLAGS = {
