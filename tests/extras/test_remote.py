@@ -1,7 +1,7 @@
 """Tests of extras/remote.py: checkpoints, text files and data at URLs.
 
 The URLs are of three kinds: file://, memory:// and an S3 server on this machine, which can be told to
-be slow, to fail and to break off (see the fixture s3 in conftest.py).
+be slow, to fail and to break off (see s3_server.py).
 """
 
 import errno
@@ -30,7 +30,6 @@ import torch
 from conftest import (
     ENVIRONMENT,
     ROOT,
-    SECRET,
     TINY,
     Program,
     losses,
@@ -39,6 +38,7 @@ from conftest import (
     same_training,
     wait_for,
 )
+from s3_server import SECRET
 
 import chardata
 import ckpt
@@ -46,6 +46,7 @@ import ckpt
 fsspec = pytest.importorskip("fsspec")
 from extras import remote  # noqa: E402
 
+pytest_plugins = ["s3_server"]
 STATE = {"model": {"w": torch.arange(50_000.0)}}
 
 
