@@ -1,4 +1,7 @@
-"""Fixtures for tests with an S3 server: a test file gets them by `pytest_plugins = ["s3_server"]`."""
+"""Fixtures for tests with an S3 server: a test file gets them by `pytest_plugins = ["s3_server"]`.
+
+PYTEST_DONT_REWRITE: there is no assert here.
+"""
 
 import logging
 import os
