@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -147,24 +148,24 @@ def run(*args: object, **how: Any) -> Ran:
     Without them, one rank on a CPU runs in this process, which saves the import of torch.
     """
     in_main = threading.current_thread() is threading.main_thread()  # which gets signals
-    old = not program.main.__code__.co_argcount  # until run.main(args) is there
-    if old or how or "--spawn" in args or not in_main or torch.cuda.is_available():
+    if how or "--spawn" in args or not in_main or torch.cuda.is_available():
         with Program(*args, **how) as started:
             return started.finish()
-    mask, handler = signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.getsignal(signal.SIGINT)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    program.warn_once.cache_clear()
     with (
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as err,
         redirect_stdout(out),
         redirect_stderr(err),
+        warnings.catch_warnings(action="ignore"),
         patch.dict(os.environ, ENVIRONMENT, clear=True),
         chdir(ROOT),
     ):
-        try:
-            code = program.main([*map(str, args)])
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            signal.signal(signal.SIGINT, handler)
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = lambda message, *_: print(f"Warning: {message}", file=err)
+        code = program.main([*map(str, args)])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         out.seek(0), err.seek(0)
         return Ran(code, out.read(), err.read())
 
