@@ -244,6 +244,18 @@ def replicate(model: gpt.GPT, flags: Flags, world: ddp_setup.World) -> torch.nn.
     return ddp_setup.replicate(model, world)
 
 
+def keep_steps(steps: Iterable[Any], loss_fn: Any) -> tuple[Iterable[Any], Any]:
+    """Change nothing in a training. --strategy fsdp, for example, pads the steps here."""
+    return steps, loss_fn
+
+
+def keep_batches(
+    model: torch.nn.Module, batches: Iterable[Any], loss_fn: Any, stop: Callable[[], bool]
+) -> tuple[Iterable[Any], Any, Callable[[], bool]]:
+    """Change nothing in an evaluation."""
+    return batches, loss_fn, stop
+
+
 def train(
     asked: Flags,
     given: set[str],
@@ -251,8 +263,8 @@ def train(
     stop: Callable[[], bool],
     storage: ModuleType,
     parallelize: Callable[[gpt.GPT, Flags, ddp_setup.World], torch.nn.Module] = replicate,
-    wrap_steps: Callable[..., Any] = lambda steps, loss_fn: (steps, loss_fn),
-    wrap_batches: Callable[..., Any] = lambda model, *rest: rest,
+    wrap_steps: Callable[..., Any] = keep_steps,
+    wrap_batches: Callable[..., Any] = keep_batches,
     before_save: Callable[..., object] = lambda model, optimizers: None,
     sync_each: bool = False,
 ) -> int:
@@ -319,12 +331,7 @@ def train(
             lambda: rank0 and prepare_folder(flags.out, storage, saved, settings | machine), world
         )
     if rank0:
-        size = sum(map(torch.numel, model.parameters()))
-        say(
-            f"Training: {size:,} parameters on {world.size} x {world.device.type} in {flags.dtype} "
-            f"with {flags.optimizer}{', compiled' * compiled}, steps {start_step + 1} to {total}, "
-            f"{'continuing the run in' if start_step else 'in'} {flags.out}"
-        )
+        say(describe_run(model, world, settings, start_step + 1, total))
     pool = start_save_thread()
     # The latest save of this rank and its deadline. The first save does nothing.
     writing = pool.submit(bool), time.monotonic() + flags.timeout
@@ -402,11 +409,9 @@ def train(
             logged_at += time.perf_counter() - paused_at
             if stopped or last:
                 break
-    except FloatingPointError:  # All ranks raise it together.
-        wait_for_saves()  # before the error ends the process
-        raise
-    except Exception:
-        wait_for_save(*writing)  # not wait_for_saves: other ranks may have no error
+    except Exception as error:  # Complete the save before the error ends the process.
+        together = isinstance(error, FloatingPointError)  # All ranks raise it together.
+        wait_for_saves() if together else wait_for_save(*writing)
         raise
     written = may_save and wait_for_saves() and not writing[0].exception()
     if ddp_setup.any_rank(not written, world):
@@ -554,12 +559,12 @@ def validate(
     plan: chardata.BatchPlan,
     world: ddp_setup.World,
     dtype: torch.dtype,
-    wrap: Callable[..., Any] = lambda model, *rest: rest,
+    wrap: Callable[..., Any] = keep_batches,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
     batches = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-    batches, loss_fn, stop = wrap(model, batches, gpt.loss, stop)
+    batches, loss_fn, stop = wrap(model, batches, gpt.loss, stop=stop)
     return loop.evaluate(model, batches, loss_fn, dtype, stop)
 
 
@@ -785,6 +790,19 @@ def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
         warn_once(f"metrics not written: {error}; training continues")
 
 
+def describe_run(
+    model: torch.nn.Module, world: ddp_setup.World, settings: Values, first: int, total: int
+) -> str:
+    """Return the line to print before the first step. settings: the flags, without "auto"."""
+    size = sum(map(torch.numel, model.parameters()))
+    return (
+        f"Training: {size:,} parameters on {world.size} x {world.device.type} in "
+        f"{settings['dtype']} with {settings['optimizer']}{', compiled' * settings['compile']}, "
+        f"steps {first} to {total}, {'continuing the run in' if first > 1 else 'in'} "
+        f"{settings['out']}"
+    )
+
+
 def format_record(record: Values, total: int, seconds_left: float) -> str:
     """Return the line to print for a step."""
     return (
@@ -907,13 +925,24 @@ def sample(
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
-    # `generated` is lazy: this loop computes the tokens of all texts, on rank 0 only. It prints the
-    # first text while it grows.
-    for row, batches in enumerate(tee(generated, num_samples if world.rank == 0 else 0)):
+    if world.rank == 0:
+        print_texts(ids, generated, num_samples, lambda tokens: codec.decode(tokens, kind, chars))
+
+
+def print_texts(
+    ids: list[int],
+    generated: Iterable[torch.Tensor],
+    count: int,
+    decode: Callable[[Iterator[int]], Iterator[str]],
+) -> None:
+    """Print `count` texts that begin with `ids`. generated: yields the next tokens of all texts.
+
+    `generated` is lazy, so the first text is printed while it grows.
+    """
+    for row, batches in enumerate(tee(generated, count)):
         if row:
             click.echo("-" * 20)
-        tokens = chain(ids, (int(batch[row]) for batch in batches))
-        for text in codec.decode(tokens, kind, chars):
+        for text in decode(chain(ids, (int(batch[row]) for batch in batches))):
             click.echo(text, nl=False)
         click.echo()
 
@@ -982,6 +1011,28 @@ def run_rank(asked: Flags, given: set[str]) -> int:
             keep_freed_memory()
         with watch:
             return train(asked, given, world, stop, storage, **arguments)
+
+
+def launch(flags: Flags, given: set[str]) -> int:
+    """Train as this rank, or start the ranks that --spawn asks for; return the exit code."""
+    # When a rank is lost, torch's code for NCCL would log pages before our one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    # Triton would log its whole program before it raises an error.
+    logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
+    if "hang-report" in flags.use:  # It reads the flight recorder, which is off by default.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")
+    # Block the stop signals until stop_signals() or spawn() can take them.
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+    if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
+        return run_rank(flags, given)
+    if "RANK" in os.environ:
+        raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
+    gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
+    size = flags.spawn or gpus or ddp_setup.available_cpus()
+    if flags.device == "cuda" and size > gpus:
+        raise click.UsageError(f"--device cuda: {size} ranks need as many GPUs, here are {gpus}")
+    return ddp_setup.spawn(program, size, timeout=flags.timeout)
 
 
 def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
@@ -1066,24 +1117,7 @@ def cli(**values: Any) -> int:
         for name in values
         if ctx.get_parameter_source(name) is not source.DEFAULT and values[name] != "auto"
     }
-    # When a rank is lost, torch's code for NCCL would log pages before our one line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    # Triton would log its whole program before it raises an error.
-    logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
-    if "hang-report" in flags.use:  # It reads the flight recorder, which is off by default.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")
-    # Block the stop signals until stop_signals() or spawn() can take them.
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
-    if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
-        return run_rank(flags, given)
-    if "RANK" in os.environ:
-        raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
-    gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
-    size = flags.spawn or gpus or ddp_setup.available_cpus()
-    if flags.device == "cuda" and size > gpus:
-        raise click.UsageError(f"--device cuda: {size} ranks need as many GPUs, here are {gpus}")
-    return ddp_setup.spawn(program, size, timeout=flags.timeout)
+    return launch(flags, given)
 
 
 def main(args: Sequence[str] | None = None) -> int:
