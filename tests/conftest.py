@@ -20,16 +20,19 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
-import torch
 
-import run as program
+# torch reads this when it is imported. Spinning threads take CPU time from other processes.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
+import torch  # noqa: E402
+
+import run as program  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 # Variables of a launcher or of the user must not reach the programs that the tests start.
 FOREIGN = "DDPKIT_ SLURM_ TORCHELASTIC_ MASTER_ PYTHONUNBUFFERED RANK LOCAL_RANK WORLD_SIZE "
 FOREIGN = tuple((FOREIGN + "LOCAL_WORLD_SIZE").split())
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
-ENVIRONMENT["OMP_WAIT_POLICY"] = "passive"  # spinning threads take CPU time from other processes
 ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""  # bitwise equality is a promise for CPUs
 PYTHON = [sys.executable, "run.py"]
 MODEL = "--layers 1 --heads 2 --embd 16 --block-size 16".split()
