@@ -26,6 +26,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch  # noqa: E402
 
+import ddp_setup  # noqa: E402
 import run as program  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,9 +186,7 @@ def signalled(launcher: list[str], where: str, place: Path) -> dict[str, Any]:
 
 def run_on_ranks(function: Callable[..., Any], size: int, *args: str) -> None:
     """Call function(*args), a function of a test module, in `size` ranks."""
-    import call  # until ddp_setup.spawn calls functions
-
-    assert call.spawn(function, size, *args) == 0
+    assert ddp_setup.spawn(function, size, *args) == 0
 
 
 def free_port() -> int:
