@@ -190,7 +190,7 @@ class Flags:
         (),
         "Add a tool of extras/; can be given several times. slow-ranks names a rank that computes "
         "slower than the others. replicas compares the weights of all ranks before each save. "
-        "hang-report says where each rank is if one waits for --timeout. cuda-graphs makes steps "
+        "hang-report says where each rank is if one waits for most of --timeout. cuda-graphs makes steps "
         "of small models faster.",
         ["slow-ranks", "replicas", "hang-report", "cuda-graphs"],
         multiple=True,
@@ -1120,6 +1120,13 @@ def cli(**values: Any) -> int:
     return launch(flags, given)
 
 
+def add_commands() -> None:
+    """Add the commands of extras/commands.py, if that file is there."""
+    with suppress(FileNotFoundError):
+        for command in extra("commands").COMMANDS:
+            cli.add_command(command)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code.
 
@@ -1129,9 +1136,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             with usage_errors():
                 extra("slurm").set_launch_env_(os.environ)
-        with suppress(FileNotFoundError):  # Without extras/, there are fewer commands.
-            for command in extra("commands").COMMANDS:
-                cli.add_command(command)
+        add_commands()
         return cli.main(args, prog_name="run.py", standalone_mode=False) or DONE
     except SystemExit as error:  # process_group raises it if another rank reports the error
         return error.code if isinstance(error.code, int) else FAILED
