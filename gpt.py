@@ -285,7 +285,7 @@ def build(config: Config, seed: int | None) -> GPT:
     """Build a model on the CPU. Its initial weights depend only on `config` and `seed`.
 
     ValueError if `config` is not valid.
-    seed: None leaves the parameters on the device "meta", without values: see initial_weight.
+    seed: None leaves the parameters on the device "meta", without values: see initialize_.
     """
     if config.arch not in ARCHS:
         raise ValueError(f"arch {config.arch!r} is not one of {', '.join(ARCHS)}")
@@ -300,12 +300,16 @@ def build(config: Config, seed: int | None) -> GPT:
     with torch.device("meta"):
         model = GPT(config)
     if seed is not None:
-        for name, parameter in model.named_parameters():
-            # swap_tensors keeps the parameter object, so a tied head stays tied.
-            torch.utils.swap_tensors(
-                parameter, nn.Parameter(initial_weight(config, seed, name, parameter.shape))
-            )
+        initialize_(model, seed)
     return model
+
+
+def initialize_(model: GPT, seed: int) -> None:
+    """Give the parameters of a model from build(config, None) their initial values, on the CPU."""
+    for name, parameter in model.named_parameters():
+        # swap_tensors keeps the parameter object, so a tied head stays tied.
+        weight = initial_weight(model.config, seed, name, parameter.shape)
+        torch.utils.swap_tensors(parameter, nn.Parameter(weight))
 
 
 def initial_weight(config: Config, seed: int, name: str, shape: torch.Size) -> Tensor:
@@ -339,6 +343,15 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """
     x, y = batch
     return model(x, y), y.numel()
+
+
+def flops_per_token(config: Config) -> int:
+    """Count the floating-point operations per token of a forward and a backward pass.
+
+    The formula is from Chowdhery et al., "PaLM", 2022, appendix B.
+    """
+    weights = 12 * config.layers * config.embd**2 + config.vocab * config.embd
+    return 6 * weights + 12 * config.layers * config.block_size * config.embd
 
 
 def compile_(model: GPT) -> None:
