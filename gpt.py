@@ -376,16 +376,6 @@ def compile_(model: GPT) -> None:
         block.compile(dynamic=False)
 
 
-def flops_per_token(config: Config) -> int:
-    """Count the floating-point operations per token of a forward and a backward pass.
-
-    The formula is from Chowdhery et al., "PaLM", 2022, appendix B. It counts the linear layers and
-    the attention over block_size tokens.
-    """
-    weights = 12 * config.layers * config.embd**2 + config.vocab * config.embd
-    return 6 * weights + 12 * config.layers * config.block_size * config.embd
-
-
 def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
     """Divide the parameters into three groups for the optimizers.
 

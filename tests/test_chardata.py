@@ -29,7 +29,6 @@ TEXTS = {
     "newlines": "unix\nwindows\r\nmac\rnext\x85line\u2028paragraph\u2029form\x0cend",
     "control": "\x00\x01\x7f\ufeff\ufffe\U0010ffff",
 }
-ALL_TEXTS = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 
 
 def ramp(n, dtype=np.uint32):
@@ -64,13 +63,11 @@ def test_permute_is_a_bijection_for_every_n_to_2000():
 
 @pytest.mark.parametrize("n", [10**6, 2**31 + 11, 2**53 + 1, 2**62 - 57])
 def test_permute_of_a_huge_range_stays_in_the_range_without_collisions(n):
-    rng = np.random.default_rng(n)
     some = np.arange(50_000)
-    index = np.unique(np.concatenate([rng.integers(0, n, 50_000), some, n - 1 - some]))
+    index = np.concatenate([some, some * (n // 10**5) + 50_000, n - 1 - some])
     places = chardata.permute(index, n, key=3)
-    assert places.dtype == np.int64 and places.min() >= 0 and places.max() < n
-    assert len(np.unique(places)) == len(index)
-    assert places.max() > 0.99 * n > 0.01 * n > places.min()
+    assert places.dtype == np.int64 and len(np.unique(places)) == len(np.unique(index))
+    assert n > places.max() > 0.99 * n > 0.01 * n > places.min() >= 0
 
 
 def test_the_order_has_known_values_so_that_old_runs_resume_in_the_same_order():
@@ -97,14 +94,6 @@ def test_over_many_epochs_each_of_the_24_orders_of_four_comes_equally_often():
     assert statistic < chi_square_bound(23)
 
 
-def test_permute_moves_neighbours_to_unrelated_places():
-    n, buckets = 100_003, 64
-    places = chardata.permute(np.arange(n), n, key=12)
-    counts = np.bincount((np.diff(places) % n) * buckets // n, minlength=buckets)
-    expected = (n - 1) / buckets
-    assert ((counts - expected) ** 2 / expected).sum() < chi_square_bound(buckets - 1)
-
-
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 101])
 def test_the_indices_of_all_ranks_are_a_partition(n, world_size):
@@ -113,19 +102,22 @@ def test_the_indices_of_all_ranks_are_a_partition(n, world_size):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@pytest.mark.parametrize("n, rank, world_size", [(10, 2, 1), (10, 2, 2), (10, -1, 2), (0, 0, 1)])
-def test_rank_indices_refuse_a_rank_that_does_not_exist_and_no_rows(n, rank, world_size):
-    with pytest.raises(ValueError, match=f"n is {n}, rank is {rank}, world_size is {world_size}"):
-        chardata.rank_indices(n, rank, world_size, 0, 0)
+def test_rank_indices_refuse_a_rank_that_does_not_exist_and_no_rows():
+    for n, rank, world_size in [(10, 2, 2), (10, -1, 2), (0, 0, 1)]:
+        with pytest.raises(
+            ValueError, match=f"n is {n}, rank is {rank}, world_size is {world_size}"
+        ):
+            chardata.rank_indices(n, rank, world_size, 0, 0)
 
 
 def test_rank_indices_are_a_sampler_for_a_data_loader_and_differ_between_epochs():
-    which = [(0, 0), (0, 0), (1, 0), (0, 1)]
-    a, same, next_epoch, other_seed = (chardata.rank_indices(50, 1, 3, *w) for w in which)
-    assert np.array_equal(a, same)
-    assert not np.array_equal(a, next_epoch) and not np.array_equal(a, other_seed)
-    loader = torch.utils.data.DataLoader(range(50), batch_size=4, sampler=a)
-    assert torch.cat(list(loader)).tolist() == a.tolist()
+    a, next_epoch, other_seed = (
+        chardata.rank_indices(50, 1, 3, *which).tolist() for which in [(0, 0), (1, 0), (0, 1)]
+    )
+    assert next_epoch != a != other_seed
+    sampler = chardata.rank_indices(50, 1, 3, 0, 0)
+    loader = torch.utils.data.DataLoader(range(50), batch_size=4, sampler=sampler)
+    assert torch.cat(list(loader)).tolist() == a
 
 
 # ------------------------------------------------------------------------------------------ steps
@@ -216,13 +208,11 @@ def test_steps_give_known_windows_so_that_old_runs_resume_with_the_same_data():
 
 @pytest.mark.parametrize("options", [{}, {"rank": 1, "world_size": 3, "accum": 2}])
 def test_starting_at_a_step_equals_skipping_to_the_step(options):
-    def as_lists(some):
-        return [([(x.tolist(), y.tolist()) for x, y in micro], total) for micro, total in some]
-
+    """Otherwise a resumed run would see other data."""
     plan = BatchPlan(ramp(103), 4, 5)
-    whole = as_lists(steps(plan, 20, **options))
+    whole = steps(plan, 20, **options)
     for start in range(15):
-        assert as_lists(steps(plan, 5, start=start, **options)) == whole[start : start + 5]
+        assert f"{steps(plan, 5, start=start, **options)}" == f"{whole[start : start + 5]}"
 
 
 @pytest.mark.parametrize("n, block_size, batch_size", [(103, 4, 6), (103, 4, 100), (50, 1, 7)])
@@ -235,15 +225,8 @@ def test_tokens_before_a_step_are_the_sum_of_the_counts_before(n, block_size, ba
 
 def test_too_few_tokens_for_a_window_is_an_error_that_names_both_numbers():
     assert chardata.num_windows(9, 8) == 1
-    plan = BatchPlan(ramp(8), 8, 1)
-    calls = [
-        lambda: chardata.num_windows(8, 8),
-        lambda: chardata.steps_per_epoch(plan),
-        lambda: next(chardata.steps(plan)),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="8 tokens are too few: block size 8 needs 9"):
-            call()
+    with pytest.raises(ValueError, match="8 tokens are too few: block size 8 needs 9"):
+        next(chardata.steps(BatchPlan(ramp(8), 8, 1)))
 
 
 # ----------------------------------------------------------------------------------- every window
@@ -266,12 +249,6 @@ def test_every_window_has_each_token_but_the_first_once_as_a_target(world_size):
         targets = sorted(token for _, y in batches for token in y.flatten().tolist())
         assert targets == list(range(1, n))
         assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
-
-
-def test_every_window_goes_in_order_and_ends_with_the_short_window():
-    batches = list(chardata.every_window(BatchPlan(ramp(36), 4, 3)))
-    assert [tuple(x.shape) for x, _ in batches] == [(3, 4), (3, 4), (2, 4), (1, 3)]
-    assert torch.cat([y.flatten() for _, y in batches]).tolist() == list(range(1, 36))
 
 
 # ----------------------------------------------------------------------- several arrays, and split
@@ -337,44 +314,27 @@ def test_an_id_that_is_not_below_the_vocabulary_never_becomes_a_batch(dtype, top
             assert list(islice(batches(plan._replace(vocab=101)), 100))
 
 
-def test_the_window_of_a_rank_that_has_none_is_checked_too():
-    plan = BatchPlan((np.full(40, 500, np.uint16),), 16, 8, vocab=500)
-    with pytest.raises(ValueError, match="id 500"):
-        next(chardata.steps(plan, rank=0, world_size=3))
-    assert next(chardata.steps(plan._replace(vocab=501), rank=0, world_size=3))[1] == 0
-
-
 # ------------------------------------------------------------------------------------- vocabulary
 
 
-@ALL_TEXTS
-def test_any_text_comes_back_from_its_characters_byte_for_byte(text, tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(text.encode())
-    corpus = read(path, "char")
-    assert corpus.kind == "char" and corpus.chars == "".join(sorted(set(text)))
-    assert corpus.vocab == len(set(text)) and corpus.stamps == ()
-    assert [corpus.chars[i] for i in corpus.tokens[0]] == list(text)
-    assert list(chardata.decode(corpus.tokens[0].tolist(), "char", corpus.chars)) == list(text)
-    assert np.array_equal(chardata.encode(text, "char", corpus.chars), corpus.tokens[0])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_any_text_comes_back_byte_for_byte(text, tmp_path):
+    (tmp_path / "text").write_bytes(text.encode())
+    for kind, chars in [("char", "".join(sorted(set(text)))), ("byte", "")]:
+        corpus = read(tmp_path / "text", kind)
+        assert (corpus.kind, corpus.chars) == (kind, chars)
+        assert corpus.vocab == (len(chars) or 256)
+        assert list(chardata.decode(corpus.tokens[0].tolist(), kind, chars)) == list(text)
+        assert np.array_equal(chardata.encode(text, kind, chars), corpus.tokens[0])
+        # A later change of a text that is in memory does no harm.
+        assert len(corpus.stamps) == (kind == "byte")
 
 
-@ALL_TEXTS
-def test_any_text_comes_back_from_its_bytes(text):
-    ids = chardata.encode(text, "byte", "")
-    assert ids.dtype == np.uint8 and ids.tobytes() == text.encode()
-    assert list(chardata.decode(ids.tolist(), "byte", "")) == list(text)
-
-
-@pytest.mark.parametrize("count", [1, 256, 257, 65536, 65537])
-def test_a_vocabulary_of_any_size_round_trips_in_the_smallest_type(count):
+@pytest.mark.parametrize("count, bits", [(1, 8), (256, 8), (257, 16), (65536, 16), (65537, 32)])
+def test_a_vocabulary_of_any_size_round_trips_in_the_smallest_type(count, bits):
     chars = "".join(chr(i if i < 0xD800 else i + 0x800) for i in range(count))  # no surrogates
     ids = chardata.encode(chars[::-1], "char", chars)
-    assert ids.dtype == (np.uint8 if count <= 256 else np.uint16 if count <= 65536 else np.uint32)
-    assert ids.tolist() == list(range(count))[::-1]
-    if count < 65536:
-        with pytest.raises(ValueError, match=f"at 1 is not in the vocabulary of {count}"):
-            chardata.encode(chars[0] + "\U0010ffff", "char", chars)
+    assert ids.dtype == f"u{bits // 8}" and ids.tolist() == list(range(count))[::-1]
 
 
 @pytest.mark.parametrize("length", [chardata.MIB - 2, 2 * chardata.MIB])
@@ -428,13 +388,12 @@ def is_mapped(array, path):
     return array.view(np.uint8)[-1] == last ^ 1
 
 
-@pytest.mark.parametrize("kind", ["char", "byte"])
 @pytest.mark.parametrize("dtype", ["bin", "u1", "<u2", ">u2", "u8"])
-def test_token_files_are_mapped_whatever_the_kind(dtype, kind, tmp_path):
+def test_token_files_and_bytes_are_mapped(dtype, tmp_path):
     ids = np.array([3, 250, 0, 127], dtype="<u2" if dtype == "bin" else dtype).repeat(300_000)
     path = tmp_path / ("ids.bin" if dtype == "bin" else "ids.npy")
     ids.tofile(path) if dtype == "bin" else np.save(path, ids)
-    corpus = read(path, kind)
+    corpus = read(path, "char")
     assert (corpus.kind, corpus.chars, corpus.tokens[0].dtype) == ("ids", "", ids.dtype)
     assert np.array_equal(corpus.tokens[0], ids)
     assert corpus.vocab == 256  # 251 ids, rounded up to a multiple of 64
@@ -444,11 +403,11 @@ def test_token_files_are_mapped_whatever_the_kind(dtype, kind, tmp_path):
     assert is_mapped(as_bytes.tokens[0], tmp_path / "any")
 
 
-@pytest.mark.parametrize("top, vocab", [(63, 64), (64, 128)])
-def test_the_vocabulary_of_token_files_has_room_for_the_highest_id(top, vocab, tmp_path):
-    np.save(tmp_path / "1.npy", np.array([0, top], np.uint16))
-    np.save(tmp_path / "2.npy", np.array([0], np.uint8))
-    assert read(tmp_path / "*.npy", "char").vocab == vocab
+def test_the_vocabulary_of_token_files_has_room_for_the_highest_id(tmp_path):
+    for name, top in [("1", 63), ("2", 0), ("3", 64)]:
+        np.save(tmp_path / f"{name}.npy", np.array([0, top], np.uint16))
+    assert read(tmp_path / "[12].npy", "char").vocab == 64
+    assert read(tmp_path / "*.npy", "char").vocab == 128
 
 
 def test_a_given_vocabulary_size_is_taken_and_the_tokens_are_not_searched(tmp_path):
@@ -458,19 +417,16 @@ def test_a_given_vocabulary_size_is_taken_and_the_tokens_are_not_searched(tmp_pa
     assert read(path, "char", vocab=50257).vocab == 50257
 
 
-@pytest.mark.parametrize("kind", ["char", "byte"])
-def test_more_files_than_a_process_can_open_are_read(kind, tmp_path):
+def test_more_files_than_a_process_can_open_are_read(tmp_path):
     for i in range(200):
         (tmp_path / f"{i:03}.txt").write_text(f"{i:03}")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (150, limits[1]))
     try:
-        corpus = read(tmp_path / "*.txt", kind)
+        corpus = read(tmp_path / "*.txt", "byte")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    text = "".join(f"{i:03}" for i in range(200))
-    ids = np.concatenate(corpus.tokens).tolist()
-    assert "".join(chardata.decode(ids, kind, corpus.chars)) == text
+    assert [array.tobytes().decode() for array in corpus.tokens] == [f"{i:03}" for i in range(200)]
 
 
 def test_a_glob_is_read_in_the_order_of_names_and_into_folders(tmp_path):
@@ -523,16 +479,13 @@ def write_files(folder: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["bin", "llm.c", "npy"])
-def test_files_of_unequal_lengths_and_empty_files_are_read_as_one(kind, tmp_path):
+def test_files_of_unequal_lengths_and_types_and_empty_files_are_read_as_one(kind, tmp_path):
     corpus = read(write_files(tmp_path, kind), "char")
     assert [len(array) for array in corpus.tokens] == [n for n in FILES if n]
-    assert np.concatenate(corpus.tokens).tolist() == TOKENS.tolist() and corpus.vocab == 512
+    assert corpus.vocab == 512
     assert len(corpus.stamps) == len(FILES)  # a change of an empty file is noticed too
-    ours, reference = (BatchPlan(t, 16, 10, seed=3) for t in (corpus.tokens, (TOKENS,)))
-    pairs = zip(steps(ours, 60, accum=2), steps(reference, 60, accum=2), strict=True)
-    for (a, count), (b, same_count) in pairs:
-        assert count == same_count
-        assert_same_batches(a, b)
+    ours, reference = (BatchPlan(t, 16, 10) for t in (corpus.tokens, (TOKENS,)))
+    assert_same_batches(chardata.every_window(ours), chardata.every_window(reference))
 
 
 def test_files_that_are_all_empty_are_an_error_and_one_among_others_is_left_out(tmp_path):
@@ -577,14 +530,6 @@ def test_a_mapped_file_that_changed_is_named(changed, change, tmp_path):
     assert str(tmp_path / changed) in str(caught.value)
 
 
-def test_a_text_that_was_read_into_memory_may_change(tmp_path):
-    (tmp_path / "x.txt").write_text("abc")
-    corpus = read(tmp_path / "x.txt", "char")
-    (tmp_path / "x.txt").unlink()
-    chardata.verify_unchanged(corpus)
-    assert corpus.tokens[0].tolist() == [0, 1, 2]
-
-
 # ----------------------------------------------------------------------------------------- errors
 
 
@@ -607,10 +552,8 @@ NOT_NPY = (
         ("latin.txt", "café".encode("latin-1"), "can't decode byte 0xe9 in position 3"),
         ("signed.npy", npy(np.arange(3, dtype=np.int32)), NOT_NPY + "(3,) int32"),
         ("two.npy", npy(np.ones((2, 3), np.uint8)), NOT_NPY + "(2, 3) uint8"),
-        ("none.npy", npy(np.zeros(0, np.uint8)), "is empty"),
         ("cut.npy", npy(np.arange(1000, dtype=np.uint16))[:-1], NOT_NPY),
         ("grown.npy", npy(np.arange(3, dtype=np.uint16)) + b"  ", "(3,) uint16 in 136 bytes"),
-        ("header.npy", npy(np.arange(1000, dtype=np.uint16))[:20], NOT_NPY),
         ("other.txt", b"abcX", "character 'X' at 3 is not in the vocabulary of 3"),
         ("c4.bin", llm_c([1, 2, 3], count=4), "1030 bytes, header version 1; must be 1032"),
         ("c-1.bin", llm_c([1, 2, 3], count=-1), "1030 bytes, header version 1; must be 1022"),
@@ -625,21 +568,6 @@ def test_a_file_that_is_damaged_or_of_another_kind_is_named(name, content, messa
     with pytest.raises(ValueError) as caught:
         read(tmp_path / name, "char", chars="abc")
     assert str(tmp_path / name) in str(caught.value) and message in str(caught.value)
-
-
-@pytest.mark.parametrize("chars", ["", "abc"])
-def test_only_for_a_new_vocabulary_the_advice_is_to_read_bytes(chars, tmp_path):
-    (tmp_path / "x.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(ValueError, match="can't decode byte") as caught:
-        read(tmp_path / "x.txt", "char", chars=chars)
-    assert ("tokenizer 'byte' can read any file" in str(caught.value)) == (not chars)
-
-
-@pytest.mark.parametrize("size", [2, 12, 2048])
-def test_tokens_without_a_header_may_be_few(size, tmp_path):
-    tokens = np.arange(size // 2, dtype="<u2")
-    tokens.tofile(tmp_path / "x.bin")
-    assert read(tmp_path / "x.bin", "char").tokens[0].tolist() == tokens.tolist()
 
 
 def test_token_files_and_text_files_together_are_refused(tmp_path):
@@ -681,13 +609,6 @@ def test_the_digest_notices_any_byte_any_length_any_type_and_where_arrays_end():
     assert chardata.digest([tokens.copy()]) == chardata.digest([tokens])
 
 
-def test_the_digest_of_a_text_notices_other_characters(tmp_path):
-    for name, text in [("a", "abcab"), ("b", "xyzxy")]:
-        (tmp_path / name).write_text(text)
-    a, b = (read(tmp_path / name, "char") for name in "ab")
-    assert np.array_equal(a.tokens[0], b.tokens[0]) and a.digest != b.digest
-
-
 def test_the_digest_has_known_values_so_that_old_checkpoints_fit_their_data():
     assert chardata.digest([np.arange(1000, dtype=np.uint16)], "ab") == KNOWN_DIGESTS[0]
     large = np.arange(9 << 20, dtype=np.uint16)
@@ -704,21 +625,20 @@ def notices(arrays, at):
     return before != after
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_the_digest_reads_smaller_blocks_of_more_than_256_mib_together(more):
-    arrays = [np.zeros((256 << 20) - 31 + more, np.uint8), *[np.zeros(1, np.uint8)] * 31]
-    assert notices(arrays, (1 << 20) - 1) == (not more)  # In the first MiB, but not in its half
-    assert notices(arrays, (1 << 19) - 1)
-
-
-def test_a_block_of_the_digest_has_at_least_4_kib():
-    arrays = [np.zeros(257 << 20, np.uint8), *[np.zeros(1, np.uint8)] * 4199]
-    assert notices(arrays, 4095) and not notices(arrays, 4096)
-
-
-def test_the_digest_reads_16_blocks_of_an_array_that_is_longer():
-    assert notices([np.zeros(16 << 20, np.uint8)], (1 << 20) + 9)
-    assert not notices([np.zeros((16 << 20) + (1 << 19), np.uint8)], (1 << 20) + 9)
+@pytest.mark.parametrize(
+    "size, others, noticed, not_noticed",
+    [
+        (16 << 20, 0, (1 << 20) + 9, None),  # is read as a whole
+        ((16 << 20) + (1 << 19), 0, (1 << 20) - 1, (1 << 20) + 9),  # 16 blocks of 1 MiB
+        ((256 << 20) - 31, 31, (1 << 20) - 1, 1 << 20),
+        ((256 << 20) - 30, 31, (1 << 19) - 1, 1 << 19),  # more than 256 MiB together
+        (257 << 20, 4199, 4095, 4096),  # a block has at least 4 KiB
+    ],
+)
+def test_the_digest_reads_whole_blocks_of_a_large_array(size, others, noticed, not_noticed):
+    arrays = [np.zeros(size, np.uint8), *[np.zeros(1, np.uint8)] * others]
+    assert notices(arrays, noticed) and notices(arrays, -1)
+    assert not_noticed is None or not notices(arrays, not_noticed)
 
 
 # ------------------------------------------------------------------------------------------- cost

@@ -140,14 +140,11 @@ def test_logits_loss_and_gradients_equal_the_reference(arch, T, layers, toleranc
 def test_each_query_attends_to_all_positions_up_to_its_own(T, S):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, length, 8, generator=generator) for length in (T, S, S))
-    out = gpt.attention(q, k, v, 0.0)
-    narrow = gpt.attention(*(x.bfloat16() for x in (q, k, v)), 0.0)  # has another implementation
-    for t in range(T):
-        seen = S - T + t + 1
-        weights = torch.einsum("bhd,bhsd->bhs", q[:, :, t], k[:, :, :seen]) / math.sqrt(8)
-        expected = torch.einsum("bhs,bhsd->bhd", weights.softmax(-1), v[:, :, :seen])
-        assert_close(out[:, :, t], expected, 1e-5)
-        assert_close(narrow[:, :, t], expected, 0.02)
+    seen = torch.arange(S) <= S - T + torch.arange(T)[:, None]
+    expected = (q @ k.mT / math.sqrt(8)).masked_fill(~seen, -math.inf).softmax(-1) @ v
+    assert_close(gpt.attention(q, k, v, 0.0), expected, 1e-5)
+    narrow = gpt.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.0)  # by another function
+    assert_close(narrow, expected, 0.02)
 
 
 def test_rms_norm_adds_a_millionth_to_the_mean_square():
@@ -155,12 +152,12 @@ def test_rms_norm_adds_a_millionth_to_the_mean_square():
     torch.testing.assert_close(gpt.rms_norm(small), torch.full((2, 4), 0.5**0.5))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_bfloat16_autocast_the_residual_stream_is_bfloat16(dtype):
     """In float32 it would take twice the memory. In float16 it could overflow."""
     model, seen = random_model("modern"), []
     model.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0].dtype))
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+    with torch.autocast("cpu", dtype):
         model(random_tokens(2, 5))
     assert seen == [torch.bfloat16 if dtype == torch.bfloat16 else torch.float32]
 
@@ -194,19 +191,16 @@ def test_gpt2_small_has_the_published_number_of_parameters():
 
 
 @EACH_ARCH
-def test_initial_weights_depend_only_on_the_seed_and_the_name(arch, monkeypatch):
-    """Not on torch's defaults, global generators, or which other parameters there are."""
+def test_initial_weights_depend_only_on_the_seed_and_the_name(arch):
+    """Not on torch's defaults, the global generator, or which other parameters there are."""
     config = SMALL._replace(arch=arch, vocab=12)  # embedding, positions and head have equal shapes
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeded the GPUs"))
     before = torch.get_rng_state()
     model = gpt.build(config, seed=0)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(gpt.build(config, 1).embedding.weight, model.embedding.weight)
     weights = dict(model.named_parameters())
     drawn = [weight.flatten()[:9].tolist() for weight in weights.values() if weight.std() > 0]
-    assert len(drawn) == {"gpt2": 2 + 4 * 3, "modern": 2 + 2 * 3, "modern2": 3 + 2 * 3}[arch]
     assert all(a[i] != b[i] for a, b in combinations(drawn, 2) for i in range(9))
-    monkeypatch.undo()
     torch.manual_seed(6)
     torch.set_default_dtype(torch.float64)
     try:
@@ -220,14 +214,14 @@ def test_initial_weights_depend_only_on_the_seed_and_the_name(arch, monkeypatch)
 
 
 @EACH_ARCH
-def test_without_a_seed_the_model_has_no_memory_and_initial_weight_completes_it(arch):
+def test_without_a_seed_the_model_has_no_memory_and_initialize_completes_it(arch):
     config = SMALL._replace(arch=arch)
-    empty, full = gpt.build(config, seed=None), gpt.build(config, seed=3)
-    assert all(p.is_meta and p.requires_grad for p in empty.parameters())
-    for (name, parameter), expected in zip(empty.named_parameters(), full.parameters()):
-        assert torch.equal(gpt.initial_weight(config, 3, name, parameter.shape), expected)
-    for model in (empty, full):
-        assert (model.head.weight is model.embedding.weight) == (arch == "gpt2")
+    model, full = gpt.build(config, seed=None), gpt.build(config, seed=3)
+    assert all(p.is_meta and p.requires_grad for p in model.parameters())
+    gpt.initialize_(model, 3)
+    for parameter, expected in zip(model.parameters(), full.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+    assert (model.head.weight is model.embedding.weight) == (arch == "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -262,14 +256,12 @@ def test_each_parameter_is_in_exactly_one_group(arch):
         "modern": {"embeddings": 2, "matrices": 12},
         "modern2": {"embeddings": 3, "matrices": 12},
     }[arch]
-    assert all(name.startswith("blocks.") for name in found["matrices"])
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
         *[({size: 0}, f"{size}=0, .*: sizes must be at least 1") for size in SMALL._fields[:5]],
-        ({"heads": 3}, "embd 16 must be a multiple of heads 3; with rotary positions, a multiple"),
         ({"heads": 16}, "embd 16 must be a multiple of heads 16; with rotary positions, a mult"),
         ({"heads": 3, "arch": "gpt2"}, "embd 16 must be a multiple of heads 3"),
         ({"dropout": 1.0}, "dropout=1.0, .* and dropout from 0 to below 1"),
@@ -283,27 +275,16 @@ def test_an_impossible_config_is_an_error_that_names_the_values(changes, message
 
 
 @pytest.mark.parametrize(
-    "changes", [{"heads": 16, "arch": "gpt2"}, dict.fromkeys(SMALL._fields[:4], 1)]
+    "changes",
+    [{"heads": 16, "arch": "gpt2"}, {"vocab": 1, "block_size": 1, "layers": 1, "heads": 1}],
 )
 def test_the_smallest_sizes_are_possible(changes):
     """gpt2 has no rotary positions, so its heads can have an odd width."""
-    tokens = torch.zeros(2, 1, dtype=torch.int64)
     model = gpt.build(SMALL._replace(**changes), seed=0)
-    assert model(tokens).shape == (2, 1, model.config.vocab)
+    assert model(torch.zeros(2, 1).long()).shape == (2, 1, model.config.vocab)
 
 
 # ---------------------------------------------------------------------------------- loss and FLOPs
-
-
-@pytest.mark.parametrize("autocast", [True, False])
-@EACH_ARCH
-def test_in_bfloat16_the_loss_is_summed_in_float32(arch, autocast):
-    model, batch = random_model(arch), random_batch(3, 10)
-    exact, _ = gpt.loss(model, batch)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        total, _ = gpt.loss(model if autocast else model.bfloat16(), batch)
-    assert total.dtype == torch.float32
-    torch.testing.assert_close(total, exact, rtol=2**-5, atol=0)  # bfloat16 has 8 significant bits
 
 
 @pytest.mark.parametrize(
@@ -349,12 +330,9 @@ def test_the_flops_per_token_are_those_of_palm():
 @EACH_ARCH
 def test_checkpointed_activations_give_bitwise_equal_gradients_with_less_memory(arch):
     def gradients(checkpointed):
-        model = gpt.build(SMALL._replace(arch=arch, dropout=0.3), seed=0)
+        model = random_model(arch, dropout=0.3).train()
         assert not model.checkpoint_activations
         model.checkpoint_activations = checkpointed
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1)
         torch.manual_seed(3)  # seeds dropout
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(
@@ -383,25 +361,20 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_more_than_eight_shapes_are_compiled(graphs):
-    """torch runs a function uncompiled from its ninth shape on, unless its limit is higher."""
-    model = gpt.build(SMALL._replace(layers=1), seed=0)
-    gpt.compile_(model)
-    for length in range(2, 12):
-        model(random_tokens(1, length))
-    assert graphs.frame_count == 2 * 10  # the embedding and the block
-
-
-def test_each_part_is_one_graph_under_ddp_too(graphs):
-    """Unless it is told not to, torch cuts a graph where DDP has gradients of 1 MiB to send."""
+def test_each_part_is_one_graph_for_more_than_eight_shapes_under_ddp(graphs):
+    """Unless it is told not to, torch runs the code uncompiled from the ninth shape on, and cuts a
+    graph where DDP has gradients of 1 MiB to send.
+    """
     model = gpt.build(SMALL._replace(layers=1, embd=384), seed=0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         gpt.compile_(model)
-        gpt.loss(nn.parallel.DistributedDataParallel(model), random_batch(1, 8))
+        replica = nn.parallel.DistributedDataParallel(model)
+        for length in range(2, 12):
+            gpt.loss(replica, random_batch(1, length))
     finally:
         dist.destroy_process_group()
-    assert graphs.frame_count == 3  # the embedding, the block and the loss
+    assert graphs.frame_count == 3 * 10  # the embedding, the block and the loss
 
 
 def test_compiling_keeps_the_names_and_a_copy_uses_its_own_weights(graphs):
@@ -410,7 +383,6 @@ def test_compiling_keeps_the_names_and_a_copy_uses_its_own_weights(graphs):
     names = list(model.state_dict())
     gpt.compile_(model)
     assert [name for name, _ in model.named_parameters()] == names == list(model.state_dict())
-    assert [m for m in model.modules() if m._compiled_call_impl is not None] == [*model.blocks]
     before, other = model(tokens), copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -478,22 +450,19 @@ def test_sampling_with_and_without_a_cache_gives_the_same_tokens(block_size, len
     assert with_cache == without and len(set(without)) > 4
 
 
-@EACH_ARCH
-def test_a_batch_of_prompts_continues_like_each_prompt_alone(arch):
-    model, prompts = random_model(arch, block_size=7), random_tokens(5, 9)
-    tokens = [*islice(gpt.sample(model, prompts, temperature=0), 30)]
-    assert all(token.shape == (5,) and token.dtype == torch.int64 for token in tokens)
-    rows = torch.stack(tokens, dim=1).tolist()
-    assert rows == [sampled(model, prompt, 30, temperature=0) for prompt in prompts]
-
-
-def test_each_row_draws_its_own_tokens_on_which_a_model_can_be_trained():
+def test_each_row_of_a_batch_continues_its_own_prompt_and_a_model_can_be_trained_on_it():
     """Tensors of torch.inference_mode() could not be saved for the backward pass."""
-    model = random_model("modern2")
-    tokens = torch.stack([*islice(gpt.sample(model, torch.zeros(5, 1).long()), 12)], dim=1)
-    assert len({*map(tuple, tokens.tolist())}) == 5
-    model(tokens, tokens).backward()
-    assert torch.is_grad_enabled() and all(p.grad is not None for p in model.parameters())
+
+    def rows(prompts, **settings):
+        return torch.stack([*islice(gpt.sample(model, prompts, **settings), 30)], dim=1)
+
+    model, prompts = random_model("modern2", block_size=7), random_tokens(5, 9)
+    alone = [sampled(model, prompt, 30, temperature=0) for prompt in prompts]
+    assert rows(prompts, temperature=0).tolist() == alone
+    drawn = rows(prompts[:1].expand(5, 9))
+    assert len({*map(tuple, drawn.tolist())}) == 5
+    model(drawn, drawn).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_sampling_computes_one_position_per_token_and_the_logits_of_the_last_token():
@@ -510,7 +479,6 @@ def test_sampling_computes_one_position_per_token_and_the_logits_of_the_last_tok
     "training, shape, settings, message",
     [
         (True, (3,), {}, "training mode; call model.eval"),
-        (False, (0,), {}, "the prompt is empty"),
         (False, (3, 0), {}, "the prompt is empty"),
         (False, (3,), {"temperature": -0.5}, "must be finite, and at least 0"),
         (False, (3,), {"temperature": math.nan}, "must be finite, and at least 0"),
@@ -527,16 +495,10 @@ def test_what_sample_cannot_do_is_an_error_at_the_first_next(training, shape, se
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.0, 1.9])
 
 
-def distribution(temperature, top_k):
-    """Compute the probabilities of the tokens from the definition, one token after another."""
-    weights = {i: math.exp(logit / temperature) for i, logit in enumerate(LOGITS.tolist())}
-    kept = sorted(weights, key=weights.get, reverse=True)[: top_k or len(weights)]
-    return {i: weights[i] / sum(weights[j] for j in kept) for i in kept}
-
-
 @pytest.mark.parametrize("temperature, top_k", [(1, 0), (0.5, 0), (1, 1), (1.5, 3), (0.7, 99)])
 def test_token_frequencies_follow_temperature_and_top_k(temperature, top_k):
-    expected, n = distribution(temperature, top_k), 2000
+    kept, n = LOGITS.argsort(descending=True)[: top_k or None], 2000
+    expected = dict(zip(kept.tolist(), (LOGITS[kept] / temperature).softmax(-1).tolist()))
     torch.manual_seed(0)
     drawn = gpt.sample_token(LOGITS.expand(n, 6), temperature, top_k)
     counts = Counter(drawn.tolist())

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
