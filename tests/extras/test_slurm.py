@@ -295,7 +295,7 @@ FLAGS = ["--nodes=2", "--exclusive", "--requeue", "--open-mode=append"]
 
 @pytest.fixture(scope="module")
 def long(job) -> list[object]:
-    return [*job, "--dropout", 0.1, "--epochs", 100, "--steps", 350]
+    return [*job, "--dropout", 0.1, "--epochs", 100, "--steps", 500]
 
 
 @pytest.fixture(scope="module")
@@ -321,12 +321,12 @@ def test_a_job_that_is_requeued_or_warned_of_its_time_limit_saves_and_continues(
     def saved_half_way(out: Path) -> bool:
         """Return whether the run ended before its last step, with a checkpoint of the step where it ended."""
         last = losses(out)[-1][0]
-        return last < 350 and checkpoints(out)[-1].name.startswith(f"step-{last:08}")
+        return last < 500 and checkpoints(out)[-1].name.startswith(f"step-{last:08}")
 
     def trial(number: int) -> None:
         out, log = tmp_path / f"{number}", tmp_path / f"{number}.log"
         script = adapt(SCRIPTS[launcher], long, out)
-        # A fault that makes the 350 steps take a minute
+        # A fault that makes the 500 steps take 75 s
         slow = adapt(SCRIPTS[launcher], long, out, "tests/faults/sabotaged.py")
         slow = slow.replace("\nsrun", "\nexport TEST_FAULT='backward pause all 1+'\nsrun")
         if how == "requeue":
@@ -342,7 +342,7 @@ def test_a_job_that_is_requeued_or_warned_of_its_time_limit_saves_and_continues(
             slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
             wait_for(lambda: not slurm("squeue", "-h").stdout, "the job to end", 150)
         else:
-            limit = ["--time=1", f"--signal={how}@30"]  # sent up to half a minute early
+            limit = ["--time=2", f"--signal={how}@60"]  # sent up to half a minute early
             code = batch(slurm, slow, log, *FLAGS, *limit)
             assert code == {"srun": 3, "torchrun": 1}[launcher], log.read_text()
             assert saved_half_way(out), log.read_text()
