@@ -224,14 +224,14 @@ def _join(world: World, timeout: float) -> World:
 
 
 def _fault_of_others(error: Exception) -> str:
-    """Return the first line of an error of torch that only says that another rank is lost or late.
+    """Return the first sentence of an error that only says that another rank is lost or late.
 
     Return "" for any other error.
     """
     # gloo raises a bare RuntimeError, whose text contains a place in gloo's source. Without this
     # match, each rank that has lost another one would raise an error of its own.
     gloo = type(error) is RuntimeError and re.search(r"\[\S*/gloo/\S+:\d+\]", str(error))
-    return str(error).split("\n")[0] if gloo or isinstance(error, dist.DistError) else ""
+    return re.split(r"\n|\. ", str(error))[0] if gloo or isinstance(error, dist.DistError) else ""
 
 
 def _leave_to_others(error: Exception, world: World, timeout: float) -> None:

@@ -4,14 +4,11 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import run
 
-with suppress(FileNotFoundError):  # Without extras/, there are fewer commands.
-    for command in run.extra("commands").COMMANDS:
-        run.cli.add_command(command)
+run.add_commands()
 # flags of other programs that the documents mention
 FOREIGN_FLAGS = {
     "torchrun": "--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id --rdzv-endpoint "
