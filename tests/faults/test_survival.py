@@ -286,17 +286,6 @@ def test_mapped_data_that_changes_during_the_training_is_noticed_at_the_next_sav
     trials("mapped data changed while training", trial, 2, len(cases), at_once=1)
 
 
-def test_a_text_file_may_change_during_the_training(flags, undisturbed, text, tmp_path):
-    """It is in memory."""
-    data = Path(shutil.copy(text, tmp_path / "text.txt"))
-    with Program(*flags, "--data", data, "--out", tmp_path / "out") as started:
-        started.read_lines(5)
-        data.write_text("something else")
-        ran = started.finish()
-    assert ran.code == 0 and ran.err == "", ran
-    assert same_training(tmp_path / "out", undisturbed(1)), ran
-
-
 # ------------------------------------------------------------------------------ unusual environments
 
 BACKWARDS = r"""
