@@ -7,6 +7,7 @@
 Needs torch, and safetensors for all formats but nanoGPT's.
 """
 
+import io
 import json
 import os
 import pickle
@@ -30,8 +31,8 @@ def write(
 
     model: config, vocabulary and weights, as in exchange.Model. to_gpt2 and make_tokenizer: these
     functions of exchange.py; "safetensors" does not use them.
-    `path` must not exist; it appears when all of it is written. ValueError if the format cannot
-    hold the architecture. ImportError names a missing package.
+    `path` must not exist, and its folder must exist. It appears when all of it is written.
+    ValueError if the format cannot hold the architecture. ImportError names a missing package.
     """
     config, vocabulary, weights = model
     if format != "safetensors" and config["arch"] != "gpt2":
@@ -42,8 +43,6 @@ def write(
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; choose another path")
     target = Path(os.path.abspath(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {target.parent}")
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as folder:
         temporary = Path(folder, target.name)
         if format == "hf":
@@ -75,7 +74,7 @@ def write_hf(
         "n_layer": config["layers"],
         "n_head": config["heads"],
         "n_embd": config["embd"],
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.get("dropout", 0.0)),
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         **dict.fromkeys(("bos_token_id", "eos_token_id")),
         "dtype": "float32",
     }
@@ -108,7 +107,7 @@ def write_nanogpt(
         "block_size": config["block_size"],
         "bias": True,
         "vocab_size": config["vocab"],
-        "dropout": config.get("dropout", 0.0),
+        "dropout": 0.0,
     }
     state = {
         "model": {**weights, "lm_head.weight": weights["transformer.wte.weight"]},
@@ -117,11 +116,9 @@ def write_nanogpt(
         "config": {"dataset": folder.name},
     }
     folder.mkdir()
-    with open(folder / "ckpt.pt", "wb") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:  # torch hides an OSError, for example of a full disk
-            raise error.__context__ if isinstance(error.__context__, OSError) else error
+    file = io.BytesIO()  # torch.save would hide an OSError, for example of a full disk
+    torch.save(state, file)
+    (folder / "ckpt.pt").write_bytes(file.getbuffer())
     if vocabulary["kind"] == "char":
         chars = vocabulary["chars"]
         ids = {char: i for i, char in enumerate(chars)}
@@ -142,14 +139,8 @@ def write_safetensors(
 def save_safetensors(weights: dict[str, Tensor], path: Path, **header: str) -> None:
     """Write a safetensors file with texts in its header. No two tensors may share memory."""
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError:
         raise ImportError("pip install safetensors to exchange models") from None
-    path.touch()
-    mode = path.stat().st_mode  # as the user's umask says; save_file lets only the owner read
-    try:
-        save_file(weights, path, {"format": "pt", **header})
-    except SafetensorError as error:  # for example of a full disk
-        raise OSError(f"{path}: {error}") from None
-    path.chmod(mode)
+    # save_file would let only the owner read the file.
+    path.write_bytes(save(weights, {"format": "pt", **header}))
