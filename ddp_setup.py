@@ -10,45 +10,40 @@
                 break
 
 The same script runs under plain `python` (one process, no process group), under torchrun, and in
-the processes that `spawn` starts. If a rank fails, all ranks end, and as a rule, one of them
-reports the cause.
+the processes that `spawn` starts. If a rank fails, all ranks end.
 """
 
-import json
-import math
+import ctypes
+import logging
+import multiprocessing
 import os
 import pickle
 import re
-import secrets
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-# The id of the parent process, for _die_with_parent. It is read before the slow import of torch,
-# during which the parent can end. The key is the id of this process, because a forked child, which
-# inherits this dict, has another parent.
-PARENT_PID = {os.getpid(): os.getppid()}
+# The id of the parent process. It is read before the slow import of torch, during which the parent
+# can end.
+PARENT_PID = os.getppid()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.multiprocessing import ProcessExitedException, start_processes  # noqa: E402
 
 T = TypeVar("T")
-# _program_lines leaves out files whose names begin with one of these. "<" is code without a file.
-LIBRARIES = __file__, "<", *map(os.path.dirname, (os.__file__, *torch.__path__))
 # Windows has no SIGUSR1.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
+# The exit code of a rank of `spawn` that has only lost the others. The caller of `spawn` sees 1.
+LOST = 113
 
 
 class World(NamedTuple):
@@ -60,6 +55,8 @@ class World(NamedTuple):
     local_size: int  # number of ranks on this machine
     # where the model and the batches of this rank belong
     device: torch.device = torch.device("cpu")
+    # for wait_together and from_rank_zero; None for a single rank
+    gloo: dist.ProcessGroup | None = None
 
 
 # ------------------------------------------------------------------------------- launch environment
@@ -103,96 +100,54 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         the CPUs that this process may use, so do not bind each rank to its own CPUs. But with a
         single rank on a machine, OMP_NUM_THREADS takes precedence. The backend is NCCL for CUDA,
         else gloo.
-    timeout: seconds that a rank may wait for other ranks. A rank that waits longer ends, and one
-        such rank prints the current program lines of every rank. Use wait_together for work that
-        may take longer. The timeout does not apply to calls of torch.distributed.new_group
-        and monitored_barrier. With gloo, send and recv wait for twice the timeout, and then raise
-        an exception.
+    timeout: seconds that a rank may wait for other ranks, in each collective and while it joins.
+        Use wait_together for work that may take longer.
 
-    If a rank fails, all ranks end, and one of them reports the cause:
-    - If an exception leaves the block, or if the device of a rank is not available (ValueError),
-      the rank that failed first raises its exception. Every other rank that still uses the group
-      raises SystemExit in place of its own exception. The exit code is the attribute `exit_code` of
-      its own exception, else 1.
-    - If a rank was killed or lost, one of the others raises ConnectionError, which names the ranks
-      in which no exception has occurred. But under spawn, the process that called spawn reports
-      this. torchrun reports it too, and often ends the ranks before one of them can. With NCCL,
-      ranks do not notice that another one is lost, and wait for the timeout.
-    - A rank that leaves the block by sys.exit (with any code) or KeyboardInterrupt counts as lost
-      for ranks that still use the group.
-    - A rank that has waited for the timeout gets no exception, and ends with exit code 1. After
-      another rank has reported an error, a rank ends in the same way if it starts no collective for
-      about the timeout, or if it waits for NCCL for a tenth of it. (torch can also end such a rank
-      with SIGABRT.)
+    ValueError if the device is not available, raised by one rank of each machine. ConnectionError
+    if the ranks cannot connect, within about twice the timeout.
 
-    Several ranks report
-    - if their launch variables are wrong (ValueError), or if they cannot connect to the others in
-      time (ConnectionError);
-    - if torch's store is lost, through which the ranks agree on who reports. This store is in the
-      process that called spawn, or in torchrun's agent. With other launchers, it is in the process
-      of rank 0, so each rank that fails after the end of rank 0 reports.
-    No rank reports the cause if the rank that failed first needs seconds for its clean-up after the
-    block, because the launcher kills it soon after another rank has ended.
+    If an exception leaves the block of one rank, this rank raises it. The others then lose the
+    connection, and each of them prints one line and raises SystemExit(1). (With NCCL, a rank does
+    not notice this, and waits until the launcher ends it, or for the timeout.) A rank that waits
+    for the timeout does the same. (With NCCL, torch ends it with SIGABRT.) In a process that
+    torch.multiprocessing has started, a rank that has lost the connection prints nothing: see
+    spawn.
 
-    sys.exit() and sys.exit(0) destroy the group, as the end of the block does. Only after a block
-    that destroyed its group can a program call process_group again.
+    An error that all ranks raise together (see wait_together) is raised by rank 0, and the others
+    raise SystemExit. The exit code is the attribute `exit_code` of the error, else 1.
+
+    sys.exit() and sys.exit(0) destroy the group, as the end of the block does. After such a block,
+    a program can call process_group again, if torchrun or spawn has started it.
     """
     world = read_launch_env()
-    # End with the parent: torchrun or the process that called spawn.
-    if {"SPAWNED_BY", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-        _die_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
-    if world.size == 1:
-        yield _select_device(device, world)
-        return
-    if world.local_size == world.size and sys.platform == "linux":
-        # Let gloo listen where no other machine can connect.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # _watch_ranks reads torch's flight recorder, and 0 would switch it off.
-    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
-        os.environ["TORCH_FR_BUFFER_SIZE"] = "500"
-    store = _connect_to_store(world, "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), timeout)
-    main, clean = threading.get_ident(), False
-    joined, block_ended = threading.Event(), threading.Event()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
+        _end_with_parent(PARENT_PID)
     try:
-        # Each group needs its own keys. Each rank counts its groups. All ranks make the same ones,
-        # so the numbers are equal. _wait_for_ranks reads this number.
-        number = store.add(f"groups of {world.rank}", 1)
-        store = dist.PrefixStore(f"group {number}", store)
         world = _select_device(device, world)
-        cuda = world.device.type == "cuda"
-        # A second connection, because the main thread may block the first one.
-        connection = store.clone()  # type: ignore[attr-defined]
-        watcher = _in_thread(
-            lambda: _watch_ranks(world, connection, timeout, main, joined, block_ended)
-        )
-        try:
-            dist.init_process_group(
-                "nccl" if cuda else "gloo",
-                store=store,
-                rank=world.rank,
-                world_size=world.size,
-                # _watch_ranks ends the process earlier, unless the store does not answer.
-                timeout=timedelta(seconds=2 * timeout),
-                device_id=world.device if cuda else None,  # With this argument, NCCL connects now.
-            )
-            joined.set()
-            yield world
-            clean = True
-        except SystemExit as error:
-            clean = not error.code
-            raise
-        finally:
-            block_ended.set()
-            if clean:
-                # The watcher must not read a destroyed group. It ends soon, if the store answers.
-                futures.wait([watcher], 6)
-                if dist.is_initialized():  # The program can have destroyed it.
-                    dist.destroy_process_group()
+    except ValueError:
+        # All ranks of the machine find the same error. One of them reports it.
+        if world.local_rank:
+            time.sleep(1)
+            raise SystemExit(1) from None
+        raise
+    if world.size == 1:
+        yield world
+        return
+    clean = False
+    try:
+        world = _join(world, timeout)
+        yield world
+        clean = True
+    except SystemExit as error:
+        clean = not error.code
+        raise
     except Exception as error:
-        # The group is not destroyed, because that could wait for a dead rank.
-        _choose_reporter(error, world, store)
+        _leave_to_others(error, world, timeout)
         raise
     finally:
+        # After an error, the group is not destroyed, because that could wait for a dead rank.
+        if clean and dist.is_initialized():  # The program can have destroyed it.
+            dist.destroy_process_group()
         # After the last collective, a thread of gloo still needs the GIL. Without this pause,
         # Python can abort at its exit (torch 2.13, github.com/pytorch/pytorch/pull/179291).
         time.sleep(0.1)
@@ -232,204 +187,77 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
     return cpus
 
 
-@cache
-def _connect_to_store(world: World, address: str, timeout: float) -> dist.Store:
-    """Connect to the store, a TCPStore of torch that all ranks share.
-
-    torch itself reads the address from the environment: `address` is only for the error message and
-    for @cache. Without @cache, rank 0 could close the store while another rank connects for the
-    next process group.
-    """
-
-    def connect() -> dist.Store:
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        return dist.PrefixStore(_agree_on_run_id(store, world) if torchrun else "0", store)
-
+def _join(world: World, timeout: float) -> World:
+    """Join the process group, and return `world` with its gloo group. ConnectionError if some
+    ranks do not join."""
+    limit, cuda = timedelta(seconds=timeout), world.device.type == "cuda"
+    one_machine = world.local_size == world.size
+    if one_machine and sys.platform == "linux":
+        # Let gloo listen where no other machine can connect.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        # In a thread, because torch can wait for ever, and the main thread must handle signals.
-        return _in_thread(connect).result(2 * timeout + 6)
-    except (dist.DistError, TimeoutError) as error:
-        raise ConnectionError(
-            f"rank {world.rank}: not all {world.size} ranks connected to {address} "
-            f"({str(error) or 'no answer'})"
-        ) from error
+        store, *_ = next(dist.rendezvous("env://", timeout=limit))
+        # torchrun and spawn keep one store for all groups and all restarts. Without keys of its
+        # own, a group would read the addresses of a group before it. On several machines, the
+        # count of restarts can differ between ranks: there, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+        # to 1 for torchrun, which makes a new store for each restart.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if one_machine else ""
+        number = store.add(f"{restart}/groups of rank {world.rank}", 1)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore(f"{restart}/{number}", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=limit,
+            device_id=world.device if cuda else None,  # With this argument, NCCL connects now.
+        )
+        gloo = dist.new_group(backend="gloo", timeout=limit) if cuda else dist.group.WORLD
+        # Otherwise a rank could leave the block while another one still connects to it.
+        dist.barrier(gloo)
+    except RuntimeError as error:
+        if reason := _fault_of_others(error):
+            address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+            reason = f"not all {world.size} ranks connected to {address} ({reason})"
+            raise ConnectionError(f"rank {world.rank}: {reason}") from error
+        raise
+    return world._replace(gloo=gloo)
 
 
-def _agree_on_run_id(store: dist.Store, world: World) -> str:
-    """Return an id that is the same on all ranks and new for each start of the ranks.
+def _fault_of_others(error: Exception) -> str:
+    """Return the first sentence of an error that only says that another rank is lost or late.
 
-    The id is a random word of rank 0. All keys get it as a prefix, because torchrun's store keeps
-    old keys, such as "reported", when torchrun restarts the ranks. It also keeps old messages. So
-    each rank above 0 sends a new random word to rank 0, waits for the reply to this word, and sends
-    the reply, which is the id, back to rank 0. Until then, rank 0 replies to every message. Queues
-    need a store with libuv, torch's default on Linux and macOS.
-    TORCHELASTIC_RESTART_COUNT cannot be the id, because it can differ between machines (PyTorch
-    issues 108158 and 135712).
+    Return "" for any other error.
     """
-    word = secrets.token_hex()
-    if world.rank:
-        store.queue_push(f"message of rank {world.rank}", word)
-        run_id = store.get(f"reply to {word}").decode()
-        store.queue_push(f"message of rank {world.rank}", run_id)
-        return run_id
-    for rank in range(1, world.size):
-        message = ""
-        while message != word:
-            message = store.queue_pop(f"message of rank {rank}").decode()
-            store.set(f"reply to {message}", word)
-    return word
+    # gloo raises a bare RuntimeError, whose text contains a place in gloo's source. Without this
+    # match, each rank that has lost another one would raise an error of its own.
+    gloo = type(error) is RuntimeError and re.search(r"\[\S*/gloo/\S+:\d+\]", str(error))
+    return re.split(r"\n|\. ", str(error))[0] if gloo or isinstance(error, dist.DistError) else ""
 
 
-# -------------------------------------------------------------------------------- failure of a rank
+def _leave_to_others(error: Exception, world: World, timeout: float) -> None:
+    """Raise SystemExit if another rank reports the cause of this error. Otherwise, return."""
+    code, line = getattr(error, "exit_code", 1), ""
+    if reason := _fault_of_others(error):
+        if re.search("(?i)timed? ?out", reason):
+            line = f"waited {timeout:g} s in vain for another rank"
+        elif multiprocessing.parent_process():
+            code = LOST
+        else:
+            line = f"lost the connection to the other ranks ({reason})"
+    elif not (world.rank and getattr(error.__cause__ or error, "of_all_ranks", False)):
+        return
+    time.sleep(1)  # The launcher must see the rank that failed first as the first to end.
+    if line:
+        print(f"Error: rank {world.rank}: {line}", file=sys.stderr, flush=True)
+    raise SystemExit(code) from None
 
 
-def _choose_reporter(error: Exception, world: World, store: dist.Store) -> None:
-    """Return normally if the caller must raise `error`. Otherwise, raise its replacement."""
-    # `consequence`: whether the error only shows that another rank has failed. torch then raises
-    # DistError, or for gloo, a bare RuntimeError with one of these texts.
-    texts = r"\[\S*/gloo/\S+\]|Application timeout caused pair closure"
-    from_gloo = type(error) is RuntimeError and re.search(texts, str(error))
-    consequence = from_gloo or isinstance(error, dist.DistError)
-
-    def claim_report() -> list[str]:
-        """Raise SystemExit if another rank reports. Otherwise, return the ranks without an error.
-
-        If a failure of another rank has caused this error, these ranks are lost or still compute.
-        """
-        store.set(f"failed {world.rank}", "")
-        if consequence:  # Let the rank that failed first report.
-            time.sleep(1)
-        if store.add("reported", 1) > 1:
-            raise SystemExit(getattr(error, "exit_code", 1))
-        store.set(f"reporter {world.rank}", "")  # for _wait_for_ranks
-        return [f"{rank}" for rank in range(world.size) if not store.check([f"failed {rank}"])]
-
-    try:
-        # If the network is down, a request to the store never returns.
-        missing = _in_thread(claim_report).result(6)
-    except (dist.DistError, TimeoutError):
-        # The store is lost, most likely with rank 0 or its machine.
-        missing = ["0"]
-    if consequence and missing:
-        how = "timed out" if re.search("(?i)timed? ?out", str(error)) else "connection lost"
-        raise ConnectionError(f"no answer from rank {' or '.join(missing)} ({how})") from error
-
-
-def _watch_ranks(
-    world: World,
-    store: dist.Store,
-    timeout: float,
-    main: int,
-    joined: threading.Event,
-    block_ended: threading.Event,
-) -> None:
-    """End this process with exit code 1 when it has waited for other ranks for `timeout` seconds.
-
-    This runs in a thread of each rank, because no exception can be raised in the thread `main`,
-    which called process_group, while it is blocked in a collective.
-
-    In each interval of 1/20 of the timeout, each rank adds 1 to one counter that all ranks share,
-    and stores the new count with its program lines. A rank with an old count no longer answers.
-
-    A rank is stuck in an interval if none of its collectives starts or ends, and either it waits in
-    one, or another rank has reported an error. It ends after 20 such intervals in a row. If no rank
-    has reported an error, the first rank to end prints where each rank is.
-
-    NCCL does not notice that another rank has failed. So a rank that waits for NCCL ends after 2
-    such intervals, if a rank has reported an error or the store is lost.
-    """
-    cuda = world.device.type == "cuda"
-    numbers: Any = None
-    count = 0
-    counts = list[int]()  # values of the counter while this rank was stuck
-    while not block_ended.wait(timeout / 20):
-        before = numbers  # one interval ago
-        numbers, waiting = _inspect_collectives(cuda)
-        waiting |= not joined.is_set()
-        waiting_for_nccl = cuda and waiting
-        # `failed` stays True if the store is lost.
-        failed = True
-        with suppress(dist.DistError):
-            count = store.add("counter", 1)
-            store.set(f"state of {world.rank}", json.dumps([count, _program_lines(main)]))
-            # A rank that waits for gloo need not read this: gloo raises an error there.
-            failed = (cuda or not waiting) and store.add("reported", 0) > 0
-            waiting |= failed  # A rank that computes goes on if the store is lost.
-        counts = [*counts, count] if waiting and numbers == before else []
-        if len(counts) < (2 if failed and waiting_for_nccl else 20):
-            continue
-        ranks = ["no answer from rank 0"]  # if the store is lost
-        with suppress(dist.DistError):
-            if store.add("reported", 1) > 1:
-                os._exit(1)
-            # Unlike get, compare_set does not wait for a missing key.
-            states = [
-                json.loads(store.compare_set(f"state of {rank}", "", '[0, ""]'))
-                for rank in range(world.size)
-            ]
-            # A rank answers if it has stored a state in the last three intervals. So its count is
-            # higher than the count of this rank three intervals ago.
-            oldest = counts[-4:][0]
-            ranks = [
-                f"rank {rank} at {place}" if written > oldest else f"no answer from rank {rank}"
-                for rank, (written, place) in enumerate(states)
-            ]
-        seconds = len(counts) * timeout / 20
-        with suppress(OSError):  # of a closed pipe
-            print(
-                f"Error: no progress for {seconds:g} s: {', '.join(ranks)}",
-                file=sys.stderr,
-                flush=True,
-            )
+def _end_with_parent(parent: int) -> None:
+    """Exit if the process `parent` has ended. When it ends later, Linux kills this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG.
+    if os.getppid() != parent:
         os._exit(1)
-
-
-def _program_lines(thread: int) -> str:
-    """Return the three innermost program lines of a thread's stack, the innermost first."""
-    # traceback.extract_stack would read source files. Their storage can hang.
-    stack = traceback.walk_stack(sys._current_frames()[thread])
-    lines = [
-        f"{Path(name).name}:{number}"
-        for frame, number in stack
-        if not (name := frame.f_code.co_filename).startswith(LIBRARIES)
-    ]
-    return " < ".join(lines[:3]) or "a library"
-
-
-def _inspect_collectives(cuda: bool) -> tuple[Any, bool]:
-    """Read torch's flight recorder, which numbers the collectives of each process group.
-
-    Returns the numbers of the last enqueued, started and completed collective of each group, and
-    whether this rank waits in one. With NCCL, the program can have groups of gloo too.
-    """
-    c10d: Any = torch._C._distributed_c10d
-    # gloo completes collectives in any order, so look at each of them. The arguments are
-    # include_collectives and only_active.
-    gloo = json.loads(c10d._dump_fr_trace_json(True, False))
-    waiting = not all(entry["retired"] for entry in gloo.get("entries", []))  # retired: completed
-    if not cuda:
-        return gloo["pg_status"], waiting
-    nccl = json.loads(c10d._dump_nccl_trace_json(False, False))["pg_status"]
-    waiting |= any(
-        group["last_enqueued_collective"] != group["last_completed_collective"]
-        for group in nccl.values()
-    )
-    return (gloo["pg_status"], nccl), waiting
-
-
-def _in_thread(call: Callable[[], T]) -> "futures.Future[T]":
-    """Start call() in a daemon thread, and return a future."""
-    future = futures.Future[T]()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
 
 
 # ----------------------------------------------------------- functions that all ranks call together
@@ -455,13 +283,16 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
         # DDP rebuilds its buckets after its first backward pass, which changes rounding. Make that
         # pass now, so that a resumed run rounds like an unbroken one. The condition leaves out
         # find_unused_parameters (which keeps the buckets), static_graph (which would record this
-        # pass) and sparse embeddings (which need sparse zeros). The argument [] means that each
-        # parameter gets a gradient.
-        replica.reducer.prepare_for_backward([])
+        # pass) and sparse embeddings (which need sparse zeros).
+        zeros = nn.Module()
+        zeros.model = model  # DDP reads its buffers.
+        zeros.forward = lambda: sum(
+            0.0 * p.sum().real for p in model.parameters() if p.requires_grad
+        )
+        replica.module = zeros
         with torch.enable_grad():
-            torch.autograd.backward(
-                [0.0 * p.sum().real for p in model.parameters() if p.requires_grad]
-            )
+            replica().backward()
+        replica.module = model
         model.zero_grad()
     return replica
 
@@ -481,51 +312,48 @@ def any_rank(flag: bool, world: World) -> bool:
 def wait_together(call: Callable[[], T], world: World) -> T:
     """Run call() on every rank, wait until all calls have ended, and return this rank's result.
 
-    All ranks must call this function. If a call raises ValueError or OSError, all ranks raise it,
-    and if several calls do, that of the lowest rank. (If pickle cannot copy it, the others raise a
-    plain ValueError or OSError.) If none does, an exception of another type is raised only on its
-    own rank. Do not catch it, because the other ranks go on.
+    All ranks must call this function. If a call raises an exception, all ranks raise it, and if
+    several calls do, that of the lowest rank. (If pickle cannot copy it, the others raise a plain
+    ValueError, OSError or RuntimeError.) If it leaves the block of process_group, rank 0 reports
+    it, with the traceback of the other rank as a note.
 
     Use it for slow work: the timeout of process_group does not apply. If a call hangs, all ranks
-    wait for ever.
-
-    With several ranks, the call runs in a second thread. It must not use torch.distributed. It must
-    itself set torch.no_grad(), autocast and the current GPU, which torch keeps per thread. And it
-    must not hold Python's GIL for as long as the timeout, as json.loads of a huge text does.
+    wait for a day.
     """
     if world.size == 1:
         return call()
-    future = _in_thread(call)
-    # These collectives show _watch_ranks that the rank is not stuck.
-    while any_rank(not future.done(), world):
-        futures.wait([future], 0.1)
-    own = future.exception()
-    shared = own if isinstance(own, (ValueError, OSError)) else None
+    own: Exception | None = None
     try:
-        pickle.loads(pickle.dumps(shared))
+        result = call()
+    except Exception as error:
+        own = error
+        if world.rank:
+            own.add_note(f"On rank {world.rank}: {traceback.format_exc()}")
+    shared = own
+    try:
+        pickle.loads(pickle.dumps(own))
     except Exception:  # for example with urllib's HTTPError
-        shared = (ValueError if isinstance(own, ValueError) else OSError)(f"{own}")
+        kinds = (kind for kind in (ValueError, OSError) if isinstance(own, kind))
+        shared = next(kinds, RuntimeError)(f"{own}")
+    dist.monitored_barrier(world.gloo, timedelta(days=1))
     errors: list[Any] = [None] * world.size
-    dist.all_gather_object(errors, shared)
-    if shared:
-        errors[world.rank] = own
-    for error in filter(None, errors):
-        if error is not own:
-            time.sleep(0.5)  # Let the rank with the traceback report it.
-        raise error
-    return future.result()
+    dist.all_gather_object(errors, shared, world.gloo)
+    errors[world.rank] = own
+    for first in filter(None, errors):
+        first.of_all_ranks = True  # for process_group
+        raise first
+    return result
 
 
 def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
     All ranks must call this function. The result must be picklable. In other respects, it works
-    like wait_together, but after an exception other than ValueError and OSError, the other ranks
-    wait in a collective until the process of rank 0 ends, or for the timeout.
+    like wait_together.
     """
     results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
-        dist.broadcast_object_list(results)
+        dist.broadcast_object_list(results, group=world.gloo)
     return results[0]  # type: ignore[no-any-return]
 
 
@@ -596,132 +424,93 @@ def detach_worker(worker_id: int) -> None:
 # ----------------------------------------------------------- starting several ranks on this machine
 
 
-def spawn(command: Sequence[str], size: int, timeout: float = math.inf) -> int:
-    """Run a command in `size` processes on this machine, and return the exit code.
+def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float = 600.0) -> int:
+    """Run function(*args) in `size` processes on this machine, and return the exit code.
 
-    Each process is a rank, with the variables that read_launch_env reads, and must use
-    process_group. A script in a file can start itself:
+    Each process is a rank, with the variables that read_launch_env reads. The processes are started
+    by torch.multiprocessing with the method "spawn", so `function` must be importable and `args`
+    picklable, and a script must guard its main code:
 
         if __name__ == "__main__":
-            if "RANK" in os.environ:
-                main()
-            else:
-                sys.exit(spawn([sys.executable, *sys.orig_argv[1:]], 2))
+            sys.exit(spawn(main, 2))
 
-    If a rank fails, the others get at most 4 seconds to end and are then killed. After a stop
-    signal, this process sends SIGTERM to all ranks. If a rank fails later than that, `timeout`
-    applies instead of the 4 seconds. SIGTERM ends a rank that is not in a block of stop_signals.
-    Such a rank has failed. Let all ranks exit with the same code, for example 3, after a stop
-    signal: nothing else tells the caller that they have stopped early. A second SIGINT ends this
-    process as in stop_signals. If this process dies, Linux kills its ranks.
+    The result is 0, or the exit code of the rank that failed first (sys.exit(3) gives 3; 128 + N if
+    Ctrl-C, or a SIGTERM of this function, ended it with signal N). An exception that leaves
+    `function` becomes torch's ProcessRaisedException, with the traceback of the rank.
+    ChildProcessError names a rank that another signal has killed, that has lost the others although
+    none has failed, or that had to be killed after a stop signal.
 
-    command: its process must be the rank. So a shell, for example, must start the rank by `exec`.
-        The ranks inherit the signal mask, but they do not ignore stop signals that this process
-        ignores.
-    timeout: seconds that the other ranks may continue after the first one has ended with 0, or,
-        once this process has received a stop signal, with any code. Then they are killed.
+    If a rank fails, the others get 4 seconds to end. Then they get SIGTERM, and after 4 more
+    seconds SIGKILL. After a stop signal, this process sends SIGTERM to all ranks, and `timeout`
+    applies instead of the 4 seconds. Let all ranks exit with the same code, for example 3, after a
+    stop signal. A second SIGINT ends this process as in stop_signals. If this process dies, Linux
+    kills its ranks.
 
-    The result is 0, or the exit code of the rank that was the first to end with an error (128 + N
-    if signal N ended it). But spawn raises ChildProcessError, which names
-    - a rank that was killed after `timeout`, or before it could print the error that it reports;
-    - otherwise a rank that has failed, if no rank has reported an error through process_group. But
-      spawn returns normally if all ranks have exited with the same code, or if a SIGTERM of this
-      process has ended that rank.
-    spawn also returns normally if Ctrl-C has ended the rank that failed first.
-
-    ValueError if size < 1, in a process that is a rank, and on Windows.
+    ValueError if size < 1, in a process that is a rank, and if the new processes could not import
+    `function`. Nobody has tried this function on macOS and Windows. There, ranks do not end with
+    this process.
     """
     if size < 1:
         raise ValueError(f"size is {size}; spawn needs at least 1 process")
     if "RANK" in os.environ:
         raise ValueError("a launcher has started this process; it cannot start ranks of its own")
-    if sys.platform == "win32":
-        raise ValueError("several processes on Windows are not supported: use WSL2")
+    # A notebook has no file. Of a program that Python reads from stdin, the file is "<stdin>".
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if not os.path.exists(main) if main else function.__module__ == "__main__":
+        raise ValueError(
+            "new processes cannot import a function of a notebook or of standard input: "
+            "write it into a .py file, and import it from there"
+        )
+    # Without these two lines, torch would warn about each rank that it ends.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
+    # The ranks meet at this store. Given a socket, torch listens on the loopback address only.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
-    # With TORCHELASTIC_USE_AGENT_STORE, rank 0 does not serve the store, because this process does.
-    env = {
-        **os.environ,
-        "WORLD_SIZE": f"{size}",
-        "LOCAL_WORLD_SIZE": f"{size}",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": f"{port}",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "SPAWNED_BY": f"{os.getpid()}",
-    }
-    parent, mask = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-    def prepare() -> None:
-        """Runs in the process of each rank before the command."""
-        _die_with_parent(parent)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # stop_signals has changed it
-
-    ranks = list[subprocess.Popen[bytes]]()
+    start = function, args, size, store.port, os.getpid()
+    # Before stop_signals, so that the ranks inherit the caller's signal mask.
+    ranks = start_processes(_run_rank, start, size, join=False)
+    stopped = False
     with stop_signals() as stop_requested:
         try:
-            for rank in range(size):
-                own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-                ranks.append(subprocess.Popen(command, env=env | own, preexec_fn=prepare))
-            return _wait_for_ranks(ranks, stop_requested, timeout, store)
+            while not ranks.join(0.02, timeout if stopped else 4):
+                if stop_requested() and not stopped:
+                    stopped = True
+                    for process in ranks.processes:
+                        process.terminate()
+        except ProcessExitedException as error:
+            rank, code = error.error_index, error.exit_code
+            killed = [i for i, process in enumerate(ranks.processes) if process.exitcode == -9]
+            if stopped and killed:
+                raise ChildProcessError(
+                    f"rank {killed[0]} had not ended {timeout:g} s after a stop signal"
+                )
+            if code == LOST:
+                raise ChildProcessError(f"rank {rank} lost the connection to the other ranks")
+            if code < 0 and not (code == -signal.SIGINT or stopped and code == -signal.SIGTERM):
+                raise ChildProcessError(f"rank {rank} was killed by {error.signal_name}")
+            return code if code >= 0 else 128 - code
         finally:
-            # Ranks are left after a timeout, after KeyboardInterrupt, and if not all could start.
-            for process in ranks:
+            for process in ranks.processes:
                 process.kill()
-            for process in ranks:
-                process.wait()
+    return 0
 
 
-def _wait_for_ranks(
-    ranks: list[subprocess.Popen[bytes]],
-    stop_requested: Callable[[], bool],
-    timeout: float,
-    store: dist.Store,
-) -> int:
-    """Wait until all ranks have ended, or until `spawn` must kill the others."""
-    to_stop, deadline, grace, late = list(ranks), math.inf, math.inf, False
-    code, problem = 0, ""
-    while True:
-        now = time.monotonic()
-        codes = [rank.poll() for rank in ranks]
-        if not code and (code := next(filter(None, codes), 0)):
-            failed = codes.index(code)
-            # Whoever adds the first 1 to the key "reported" reports the error. The prefix "0" is
-            # that of _connect_to_store, "group N" that of process_group. Adding 0 reads the number
-            # of the last group of the failed rank.
-            group = store.add(f"0/groups of {failed}", 0)
-            if store.add(f"0/group {group}/reported", 1) == 1:
-                problem = f"rank {failed} ended with exit code {code}"
-                if code < 0:
-                    problem = f"rank {failed} was killed by {signal.Signals(-code).name}"
-        if set(codes) != {None}:
-            failed_alone = code != 0 and not stop_requested()
-            wait = 4 if failed_alone else timeout
-            if now + wait < deadline:
-                deadline, grace, late = now + wait, wait, not failed_alone
-        if None not in codes or now >= deadline:
-            break
-        # Only one SIGTERM for each rank: a second could come when the rank no longer catches it.
-        while to_stop and stop_requested():
-            to_stop.pop().terminate()
-        time.sleep(0.02)
-    if stop_requested() and code == -signal.SIGTERM:  # This process has sent it.
-        problem = ""
-    for number, ended in enumerate(codes):
-        # Name a rank that is killed 4 s after a failure only if it has not printed its error yet.
-        if ended is None and (late or store.check([f"0/group {group}/reporter {number}"])):
-            problem = f"rank {number} had not ended {grace:g} s after another rank"
-            code = code or 1
-            break
-    # `problem` is empty, too, if no rank failed, or if one has reported its error first.
-    if problem and code not in (130, -signal.SIGINT) and (code < 0 or set(codes) != {code}):
-        raise ChildProcessError(problem)
-    return 128 - code if code < 0 else code
-
-
-def _die_with_parent(parent: int) -> None:
-    """Exit if the parent has ended. When it ends later, Linux kills this process."""
-    # 9 is SIGKILL, which has no name on Windows.
-    torch.multiprocessing._prctl_pr_set_pdeathsig(9)  # type: ignore[attr-defined]
-    if os.getppid() != parent:
-        os._exit(1)
+def _run_rank(
+    rank: int, function: Callable[..., object], args: Any, size: int, port: int, parent: int
+) -> None:
+    """Run function(*args) as a rank, in a new process."""
+    _end_with_parent(parent)
+    os.environ.update(
+        RANK=f"{rank}",
+        LOCAL_RANK=f"{rank}",
+        WORLD_SIZE=f"{size}",
+        LOCAL_WORLD_SIZE=f"{size}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=f"{port}",
+        TORCHELASTIC_USE_AGENT_STORE="True",  # The store is in the parent, not in rank 0.
+    )
+    try:
+        function(*args)
+    except KeyboardInterrupt:  # For torch, this would be a success.
+        sys.exit(130)
