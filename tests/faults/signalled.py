@@ -78,4 +78,4 @@ def watched_train_(*args: Any, **kwargs: Any) -> Iterator[Any]:
 ddp_setup.process_group, loop.train_ = watched_group, watched_train_
 
 if __name__ == "__main__":
-    run.main()
+    run.program()
