@@ -20,16 +20,20 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
-import torch
 
-import run as program
+# torch reads this when it is imported. Spinning threads take CPU time from other processes.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
+import torch  # noqa: E402
+
+import ddp_setup  # noqa: E402
+import run as program  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 # Variables of a launcher or of the user must not reach the programs that the tests start.
 FOREIGN = "DDPKIT_ SLURM_ TORCHELASTIC_ MASTER_ PYTHONUNBUFFERED RANK LOCAL_RANK WORLD_SIZE "
 FOREIGN = tuple((FOREIGN + "LOCAL_WORLD_SIZE").split())
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
-ENVIRONMENT["OMP_WAIT_POLICY"] = "passive"  # spinning threads take CPU time from other processes
 ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""  # bitwise equality is a promise for CPUs
 PYTHON = [sys.executable, "run.py"]
 MODEL = "--layers 1 --heads 2 --embd 16 --block-size 16".split()
@@ -182,9 +186,7 @@ def signalled(launcher: list[str], where: str, place: Path) -> dict[str, Any]:
 
 def run_on_ranks(function: Callable[..., Any], size: int, *args: str) -> None:
     """Call function(*args), a function of a test module, in `size` ranks."""
-    import call  # until ddp_setup.spawn calls functions
-
-    assert call.spawn(function, size, *args) == 0
+    assert ddp_setup.spawn(function, size, *args) == 0
 
 
 def free_port() -> int:

@@ -132,4 +132,4 @@ else:
     sabotage(*PLACES[place])
 
 if __name__ == "__main__":
-    run.main()
+    run.program()
