@@ -188,10 +188,10 @@ class Flags:
     )
     use: tuple[str, ...] = option(
         (),
-        "Add a tool of extras/; can be given several times. slow-ranks names a rank that computes "
-        "slower than the others. replicas compares the weights of all ranks before each save. "
-        "hang-report says where each rank is if one waits for --timeout. cuda-graphs makes steps "
-        "of small models faster.",
+        "Add a tool of extras/; can be given several times. slow-ranks: warn if a rank is slower "
+        "than the others. replicas: compare the weights of all ranks before each save. "
+        "hang-report: if a rank waits for most of --timeout, print where each rank is. "
+        "cuda-graphs: make steps of small models faster.",
         ["slow-ranks", "replicas", "hang-report", "cuda-graphs"],
         multiple=True,
     )
@@ -321,7 +321,7 @@ def train(
     settings = vars(flags) | {"compile": compiled, "vocab": corpus.vocab}
     constants = {
         "data": corpus.digest,
-        "config": {key: settings[key] for key in settings.keys() - NOT_RESTORED},
+        "config": {key: settings[key] for key in settings if key not in NOT_RESTORED},
         "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
     }
     machine = describe_machine(world, dtype)
@@ -489,8 +489,10 @@ def complete_flags(asked: Flags, given: set[str], saved: Values, device: torch.d
     names = (config.keys() & vars(asked).keys()) - given - NOT_RESTORED
     values = vars(asked) | {name: config[name] for name in names}
     if values["dtype"] == "auto":
-        cuda = device.type == "cuda"
-        fast = torch.cuda.is_bf16_supported(False) if cuda else bfloat16_is_faster(device)
+        if device.type == "cuda":
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            fast = device.type == "cpu" and bfloat16_is_faster()
         values["dtype"] = "bfloat16" if fast else "float32"
     if values["optimizer"] == "auto":
         fast = Path(__file__).with_name("extras").joinpath("muon.py").is_file()
@@ -713,19 +715,18 @@ def matmul_seconds(
     return min(times)
 
 
-def bfloat16_is_faster(device: torch.device) -> bool:
-    """Return whether a CPU multiplies bfloat16 matrices at least 1.25 times as fast as float32.
+def bfloat16_is_faster() -> bool:
+    """Return whether the CPU multiplies bfloat16 matrices at least 1.25 times as fast as float32.
 
     Some CPUs have instructions for bfloat16 that are slower than those for float32.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # Other load hardly changes the CPU time of a single thread.
-    seconds = [
-        matmul_seconds(256, device, dtype, time.thread_time)
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
+    cpu, clock = torch.device("cpu"), time.thread_time
+    bfloat16 = matmul_seconds(256, cpu, torch.bfloat16, clock)
+    float32 = matmul_seconds(256, cpu, torch.float32, clock)
     torch.set_num_threads(threads)
-    return device.type == "cpu" and 0 < 1.25 * seconds[0] <= seconds[1]  # a coarse clock gives 0
+    return 0 < 1.25 * bfloat16 <= float32  # A coarse clock gives 0.
 
 
 def should_compile(asked: bool | None, device: torch.device, steps: int, flops: float) -> bool:
@@ -1120,6 +1121,13 @@ def cli(**values: Any) -> int:
     return launch(flags, given)
 
 
+def add_commands() -> None:
+    """Add the commands of extras/commands.py, if that file is there."""
+    with suppress(FileNotFoundError):
+        for command in extra("commands").COMMANDS:
+            cli.add_command(command)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code.
 
@@ -1129,9 +1137,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             with usage_errors():
                 extra("slurm").set_launch_env_(os.environ)
-        with suppress(FileNotFoundError):  # Without extras/, there are fewer commands.
-            for command in extra("commands").COMMANDS:
-                cli.add_command(command)
+        add_commands()
         return cli.main(args, prog_name="run.py", standalone_mode=False) or DONE
     except SystemExit as error:  # process_group raises it if another rank reports the error
         return error.code if isinstance(error.code, int) else FAILED

@@ -48,7 +48,7 @@ def compose(
             raise ValueError("--use cuda-graphs needs CUDA, --strategy ddp and --accum 1")
         arguments["parallelize"] = partial(replicate_with_graphs, extra("cuda_graph").graph_small_)
     if "hang-report" in flags.use:
-        watch = extra("hang").report(world, flags.timeout)
+        watch = extra("hang").report(world, 0.8 * flags.timeout)  # before torch raises its error
     if wrappers:
         arguments["wrap_steps"] = partial(wrap_all, wrappers)
     return arguments, watch

@@ -151,7 +151,10 @@ def fail(folder):
         state = files.load(*folder_of(folder / "full")) if first else {}
         for theirs, expected in (
             ((model, []), "2 optimizers in the checkpoint, 0 here"),
-            ((model, [torch.optim.SGD(model.parameters(), momentum=0.9)] * 2), "missing in the checkpoint, "),
+            (
+                (model, [torch.optim.SGD(model.parameters(), momentum=0.9)] * 2),
+                "missing in the checkpoint, ",
+            ),
             (build(world, "fsdp", "modern2"), " in the checkpoint, "),
         ):
             assert expected in message(files.restore_, state, *theirs), expected
