@@ -64,6 +64,7 @@ def _watch(world: Any, store: Any, timeout: float, main: int, ended: threading.E
     """Store this rank's program lines 20 times per timeout. End the process when it is stuck."""
     before, since = None, time.monotonic()
     try:
+        _collectives(world)  # If it fails, say so now.
         while not ended.wait(timeout / 20):
             numbers, waiting = _collectives(world)
             if not waiting or numbers != before:
