@@ -56,7 +56,7 @@ class World(NamedTuple):
     local_size: int  # number of ranks on this machine
     # where the model and the batches of this rank belong
     device: torch.device = torch.device("cpu")
-    # for wait_together and from_rank_zero; None for a single rank
+    # with a timeout of a day, for wait_together and from_rank_zero; None for a single rank
     gloo: dist.ProcessGroup | None = None
 
 
@@ -225,7 +225,7 @@ def _join(world: World, timeout: float) -> World:
             timeout=limit,
             device_id=world.device if cuda else None,  # With this argument, NCCL connects now.
         )
-        gloo = dist.new_group(backend="gloo", timeout=limit) if cuda else dist.group.WORLD
+        gloo = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         # Otherwise a rank could leave the block while another one still connects to it.
         dist.barrier(gloo)
     except RuntimeError as error:
@@ -349,7 +349,6 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     except Exception:  # for example with urllib's HTTPError
         kinds = (kind for kind in (ValueError, OSError) if isinstance(own, kind))
         shared = next(kinds, RuntimeError)(f"{own}")
-    dist.monitored_barrier(world.gloo, timedelta(days=1))
     errors: list[Any] = [None] * world.size
     dist.all_gather_object(errors, shared, world.gloo)
     errors[world.rank] = own

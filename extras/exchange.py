@@ -65,9 +65,7 @@ def read(path: str) -> Model:
                 "is not a file, and not a folder with a checkpoint of run.py, a model.safetensors "
                 "or a ckpt.pt"
             )
-        with open(file, "rb") as opened:
-            start = opened.read(9)  # a safetensors file begins with 8 bytes and a JSON object
-        return read_safetensors(file) if start.endswith(b"{") else read_nanogpt(file)
+        return read_safetensors(file) if file.suffix == ".safetensors" else read_nanogpt(file)
     except (OSError, ImportError):
         raise
     except Exception as error:  # a damaged file can raise anything
@@ -211,6 +209,8 @@ def read_nanogpt(path: Path) -> Model:
     """Read the ckpt.pt of nanoGPT."""
     try:
         state = torch.load(path, "cpu", weights_only=True)
+    except OSError:
+        raise
     except Exception as error:
         raise ValueError(
             f"torch.load(weights_only=True) raises {type(error).__name__}. If you trust the file, "

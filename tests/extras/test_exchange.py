@@ -127,7 +127,9 @@ def test_a_model_that_is_not_gpt2_is_refused(tmp_path, name):
 @pytest.mark.parametrize("arch", gpt.ARCHS)
 def test_an_exported_model_is_imported_unchanged(tmp_path, arch):
     model = of("char", arch)[1]
-    assert same_model(exchange.read(f"{write(model, 'safetensors', tmp_path / 'a')}"), model)
+    assert same_model(
+        exchange.read(f"{write(model, 'safetensors', tmp_path / 'a.safetensors')}"), model
+    )
 
 
 def nano(model: exchange.Model, file: Path, **more: Any) -> None:
@@ -162,9 +164,9 @@ class Intruder:
         return os.system, ("touch was-run",)
 
 
-def foreign(kind: str, folder: Path) -> None:
-    """Write a file that is not a model."""
-    file = folder / "ckpt.pt"
+def foreign(kind: str, folder: Path) -> Path:
+    """Write a file that is not a model, and return its path or that of its folder."""
+    file, ours = folder / "ckpt.pt", folder / "a.safetensors"
     nano(of("ids")[1], file, **({"config": Intruder()} if kind == "code" else {}))
     if kind == "a cut file":
         file.write_bytes(file.read_bytes()[:-1000])
@@ -173,16 +175,16 @@ def foreign(kind: str, folder: Path) -> None:
     elif kind == "no weights":
         torch.save({"model": {}, "model_args": {"n_head": 1}}, file)
     elif kind == "another safetensors":
-        export.save_safetensors({"w": torch.ones(3)}, file)
+        export.save_safetensors({"w": torch.ones(3)}, ours)
     elif kind == "another config":
-        file.unlink()
         model = of("char")[1]
-        write(model._replace(config=model.config | {"block_size": 10**9}), "safetensors", file)
+        write(model._replace(config=model.config | {"block_size": 10**9}), "safetensors", ours)
     elif kind == "a damaged safetensors":
-        file.write_bytes(b"12345678{}")
+        ours.write_bytes(b"12345678{}")
     elif kind == "a list":
         (folder / "model.safetensors").touch()
         (folder / "config.json").write_text("[]")
+    return ours if ours.exists() else folder
 
 
 @pytest.mark.parametrize(
@@ -194,9 +196,9 @@ def test_a_foreign_or_damaged_file_is_an_error_of_one_line_and_no_code_runs(
     tmp_path, monkeypatch, kind
 ):
     monkeypatch.chdir(tmp_path)
-    foreign(kind, tmp_path)
-    with pytest.raises(ValueError, match=f"{tmp_path}") as caught:
-        exchange.read(f"{tmp_path}")
+    path = foreign(kind, tmp_path)
+    with pytest.raises(ValueError, match=f"^{path}: ") as caught:
+        exchange.read(f"{path}")
     assert "\n" not in f"{caught.value}" and not (tmp_path / "was-run").exists()
     trusted = "If you trust the file" in f"{caught.value}"
     assert trusted == (kind in ("code", "a cut file"))

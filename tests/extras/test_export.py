@@ -62,7 +62,7 @@ def test_weights_that_are_not_contiguous_are_exported_for_all_whom_the_umask_let
     turned = model.weights | {name: model.weights[name].T.contiguous().T}
     before = os.umask(0o027)
     try:
-        path = write(model._replace(weights=turned), "safetensors", tmp_path / "a")
+        path = write(model._replace(weights=turned), "safetensors", tmp_path / "a.safetensors")
     finally:
         os.umask(before)
     assert same_model(exchange.read(f"{path}"), model)

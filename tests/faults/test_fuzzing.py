@@ -193,14 +193,19 @@ def tokens(ending: str) -> Target:
 
 def model_file(format: str, *archs: str) -> Target:
     """A model in a format of extras/export.py, which is read, built and loaded as run.py does."""
-    bases, name = [], "model.safetensors"
+    bases, name = [], "ckpt.pt" if format == "nanogpt" else "model.safetensors"
     for arch in archs:
         model = gpt.build(gpt.Config(9, 8, 2, 2, 4, arch=arch), seed=0)
         config = {key: value for key, value in model.config._asdict().items() if key != "dropout"}
         whole = exchange.Model(config, {"kind": "char", "chars": "\n abcdefg"}, model.state_dict())
         with tempfile.TemporaryDirectory() as folder:
             how = exchange.to_gpt2, exchange.make_tokenizer
-            export.write(whole, format, f"{folder}/{name}", *how)
+            if format == "nanogpt":
+                theirs = exchange.to_gpt2(whole.weights, 2)
+                theirs = {n: w.T if ".h." in n and w.ndim == 2 else w for n, w in theirs.items()}
+                torch.save({"model": theirs, "model_args": {"n_head": 2}}, f"{folder}/{name}")
+            else:
+                export.write(whole, format, f"{folder}/{name}", *how)
             bases.append(files_below(Path(folder)))
 
     def read(folder: Path) -> object:
