@@ -22,6 +22,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -55,7 +56,7 @@ class World(NamedTuple):
     local_size: int  # number of ranks on this machine
     # where the model and the batches of this rank belong
     device: torch.device = torch.device("cpu")
-    # for wait_together and from_rank_zero; None for a single rank
+    # with a timeout of a day, for wait_together and from_rank_zero; None for a single rank
     gloo: dist.ProcessGroup | None = None
 
 
@@ -104,7 +105,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
         Use wait_together for work that may take longer.
 
     ValueError if the device is not available, raised by one rank of each machine. ConnectionError
-    if the ranks cannot connect, within about twice the timeout.
+    if the ranks cannot connect, within about twice the timeout. If MASTER_ADDR accepts the
+    connection but does not answer, torch never returns: then this rank prints the same line as the
+    error, and the process ends with exit code 1.
 
     If an exception leaves the block of one rank, this rank raises it. The others then lose the
     connection, and each of them prints one line and raises SystemExit(1). (With NCCL, a rank does
@@ -195,6 +198,17 @@ def _join(world: World, timeout: float) -> World:
     if one_machine and sys.platform == "linux":
         # Let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+    problem = f"rank {world.rank}: not all {world.size} ranks connected to {address}"
+
+    def give_up() -> None:
+        print(f"Error: {problem} (no answer)", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    # torch waits for ever for an address that accepts the connection, but does not answer.
+    watchdog = threading.Timer(2 * timeout + 6, give_up)
+    watchdog.daemon = True
+    watchdog.start()
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=limit))
         # torchrun and spawn keep one store for all groups and all restarts. Without keys of its
@@ -211,15 +225,15 @@ def _join(world: World, timeout: float) -> World:
             timeout=limit,
             device_id=world.device if cuda else None,  # With this argument, NCCL connects now.
         )
-        gloo = dist.new_group(backend="gloo", timeout=limit) if cuda else dist.group.WORLD
+        gloo = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         # Otherwise a rank could leave the block while another one still connects to it.
         dist.barrier(gloo)
     except RuntimeError as error:
         if reason := _fault_of_others(error):
-            address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-            reason = f"not all {world.size} ranks connected to {address} ({reason})"
-            raise ConnectionError(f"rank {world.rank}: {reason}") from error
+            raise ConnectionError(f"{problem} ({reason})") from error
         raise
+    finally:
+        watchdog.cancel()
     return world._replace(gloo=gloo)
 
 
@@ -335,7 +349,6 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     except Exception:  # for example with urllib's HTTPError
         kinds = (kind for kind in (ValueError, OSError) if isinstance(own, kind))
         shared = next(kinds, RuntimeError)(f"{own}")
-    dist.monitored_barrier(world.gloo, timedelta(days=1))
     errors: list[Any] = [None] * world.size
     dist.all_gather_object(errors, shared, world.gloo)
     errors[world.rank] = own
