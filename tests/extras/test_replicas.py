@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, checkpoints, run, run_on_ranks
+from conftest import ROOT, TINY, checkpoints, run
 
 import ddp_setup
 from extras import replicas
@@ -83,7 +83,7 @@ def test_each_flipped_bit_is_found_on_all_ranks_and_equal_ranks_cause_no_alarm(
     tmp_path, size, request
 ):
     count = 10_000 if request.config.option.markexpr == "torture" else 300
-    run_on_ranks(flip_bits, size, f"{tmp_path}", count)
+    assert ddp_setup.spawn(flip_bits, size, tmp_path, count) == 0
     first, *others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(size))
     assert all(other == first for other in others) and len(first) == count
     for rank, wrong, alarm in first:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run, run_on_ranks
+from conftest import ROOT, TINY, run
 
 import ddp_setup
 from extras import slow_ranks
@@ -43,7 +43,7 @@ def compare(folder):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_rank_0_names_a_slow_rank_once_and_no_rank_without_reason(tmp_path, size):
-    run_on_ranks(compare, size, f"{tmp_path}")
+    assert ddp_setup.spawn(compare, size, tmp_path) == 0
     first, *others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(size))
     nothing = {name: [] for name in CASES} | {"watch": [0, 1, 2]}
     [(line, step)] = first["slow from 10"]
