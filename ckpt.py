@@ -50,7 +50,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -58,7 +58,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map, tree_map_only
 
 try:
     import fcntl
@@ -90,11 +89,12 @@ class Found(NamedTuple):
 
 
 def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> State:
-    """Return {"model": {...}, "optimizers": [...], **more}, with the states copied to the CPU.
+    """Return {"model": {...}, "optimizers": [{"state": {...}}], **more}, copied to the CPU.
 
-    Every rank must call this. Ranks above 0 get {}. The names are those of unwrap(model). An
-    optimizer without a state becomes {}. The training can continue at once, because the copies
-    share no memory with the model.
+    Every rank must call this. Ranks above 0 get {}. The training can continue at once, because the
+    copies share no memory with the model. An optimizer without a state becomes {}. Otherwise its
+    "state" has the names of the parameters as keys, which are those of unwrap(model). Its settings,
+    such as the learning rate, are not saved.
 
     model: for several models, pass nn.ModuleDict({"g": unwrap(g), "d": unwrap(d)}).
     optimizers: ValueError if one has a parameter that the model does not have. more: tensors and
@@ -106,13 +106,9 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     names = parameter_names(model, optimizers)
     state = {
         # With keep_vars, a tied weight is one tensor, which @cache below copies once.
-        "model": dict(model.state_dict(keep_vars=True)),
+        "model": model.state_dict(keep_vars=True),
         "optimizers": [
-            {
-                "state": {names[p]: values for p, values in optimizer.state.items()},
-                # For other programs: restore_ does not use it.
-                "param_groups": tree_map_only(nn.Parameter, names.get, optimizer.param_groups),
-            }
+            {"state": {names[p]: values for p, values in optimizer.state.items()}}
             if optimizer.state
             else {}
             for optimizer in optimizers
@@ -126,7 +122,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
             tensor = tensor.full_tensor()
         return tensor.detach().to("cpu", copy=True) if rank0 else None
 
-    copies = tree_map(lambda v: to_cpu(v) if isinstance(v, Tensor) else copy.deepcopy(v), state)
+    copies = map_values(lambda v: to_cpu(v) if isinstance(v, Tensor) else copy.deepcopy(v), state)
     return {**copies, **more} if rank0 else {}
 
 
@@ -151,11 +147,13 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     Not supported are SparseAdam, LBFGS, optimizers that wrap another one (pass the inner one),
     optimizers whose step() has no argument `closure`, those with a state in param_groups (Prodigy)
     or under a key that is not a parameter, and those whose state changes its names or shapes during
-    training. In torch 2.11, Adagrad cannot continue from a checkpoint without a state of it.
+    training. The same holds for extra state of a module: its types and shapes must be the same here
+    as in the checkpoint. In torch 2.11, Adagrad cannot continue from a checkpoint without a state
+    of it.
     """
     if dist.is_initialized():
         # The other ranks check this outline, so all ranks raise the same errors.
-        outline = [tree_map_only(Tensor, lambda t: t.to("meta"), state)]
+        outline = [map_values(lambda v: v.to("meta") if isinstance(v, Tensor) else v, state)]
         dist.broadcast_object_list(outline)
         if dist.get_rank() > 0:
             state = outline[0]
@@ -176,19 +174,15 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 where = f"optimizer state of {names[parameter]}: "
                 # With wrong shapes, a fused optimizer computes nonsense.
                 check_same(values, template, where)
-                optimizer.state[parameter] = tree_map(_receive, values, template)
+                optimizer.state[parameter] = map_values(_receive, values, template)
         if unused:
             raise ValueError(
                 f"the checkpoint has optimizer state of {min(unused)}, but the same optimizer here "
                 "does not train it: is it frozen, or in another optimizer?"
             )
-    for name, value in state["model"].items():
-        # The tensors in `ours` are those of the model, and get the saved values. Extra state, which
-        # can be a dict of tensors, gets a new value, because its shapes can differ.
-        like = None if _is_extra(name) else ours[name]
-        ours[name] = tree_map(partial(_receive, like=like), value)
-    # The tensors already have their values. load_state_dict calls set_extra_state() and hooks.
-    model.load_state_dict(ours)
+    # The tensors in `ours` are those of the model, and receive the saved values.
+    ours |= map_values(_receive, state["model"], ours)
+    model.load_state_dict(ours)  # for set_extra_state() and hooks
 
 
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:
@@ -219,12 +213,26 @@ def reset_optimizer_(model: nn.Module, optimizer: Optimizer) -> dict[Any, State]
     return templates
 
 
+def map_values(function: Callable[..., Any], tree: Any, *more: Any) -> Any:
+    """Call function(value, ...) for each value in nested dicts, lists and tuples.
+
+    Return the results in the same nest. more: nests with the same keys and lengths, whose values
+    are the other arguments of the function.
+    """
+    # torch.utils._pytree does the same, but is private.
+    if isinstance(tree, dict):
+        return {key: map_values(function, tree[key], *(m[key] for m in more)) for key in tree}
+    if type(tree) in (list, tuple):
+        return type(tree)(map_values(function, *values) for values in zip(tree, *more))
+    return function(tree, *more)
+
+
 def _receive(value: Any, like: Any) -> Any:
     """Copy a value of rank 0 into the tensor `like` on each rank, and return `like`.
 
     Every rank must call this. value: a tensor is on "meta" on ranks above 0. A value that is not a
     tensor is the same on all ranks, and a copy of it is returned. like: keeps its device, strides
-    and sharding. With None, a new tensor on the CPU is returned.
+    and sharding.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
@@ -236,8 +244,6 @@ def _receive(value: Any, like: Any) -> Any:
             new.copy_(value)
         # Send bytes, because gloo and NCCL cannot send all dtypes.
         dist.broadcast(new.flatten().view(torch.uint8), 0)
-    if like is None:
-        return new.to("cpu", copy=True)
     if hasattr(like, "placements"):
         # With None, no rank sends: each one takes its part of `new`.
         new = dist.tensor.distribute_tensor(
@@ -251,6 +257,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Wrappers of parts of the model stay. So compile a part with part.compile(), which adds none.
     """
+    # _orig_mod, of torch.compile, is private. Without it, restore_ raises ValueError, because the
+    # names in a snapshot of a compiled model have a prefix.
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = getattr(model, "_orig_mod", None) or model.module  # type: ignore[assignment]
     return model
@@ -259,32 +267,19 @@ def unwrap(model: nn.Module) -> nn.Module:
 def check_same(theirs: State, ours: State, where: str = "") -> None:
     """Raise ValueError unless both state dicts have the same names, shapes and dtypes.
 
-    theirs: from a checkpoint. where: the beginning of the message. The extra state of a module may
-    have any type and shape.
+    theirs: from a checkpoint. where: the beginning of the message.
     """
     for name in ours | theirs:
-        a, b = _kind(name, theirs), _kind(name, ours)
+        a, b = (f"{map_values(_describe, values.get(name))}" for values in (theirs, ours))
         if a != b:
             raise ValueError(f"{where}{name} is {a:.1000} in the checkpoint, {b:.1000} here")
 
 
-def _kind(name: str, values: State) -> str:
-    """Describe the value of `name`, to compare it and for an error."""
-
-    def describe(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{tuple(value.shape)} {value.dtype}"
-        return "missing" if value is None else f"a {type(value).__name__}"
-
-    if name in values and _is_extra(name):
-        return "present"
-    # tree_map, because optimizer state can have lists of tensors.
-    return f"{tree_map(describe, values.get(name))}"
-
-
-def _is_extra(name: str) -> bool:
-    """Return whether a name is that of the extra state of a module."""
-    return f".{name}".endswith("._extra_state")
+def _describe(value: Any) -> str:
+    """Describe a value, to compare it and for an error."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return "missing" if value is None else f"a {type(value).__name__}"
 
 
 # ----------------------------------------------------------------------------------- state <-> file

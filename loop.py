@@ -30,15 +30,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, pairwise, repeat
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 # loss_fn(model, micro-batch on the model's device) -> (scalar sum, count of its terms)
 LossFn = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
@@ -126,6 +126,7 @@ def train_(
     """
     device = next(model.parameters()).device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    replica = _find_ddp(model)
     no_sync = nullcontext if sync_each or world_size == 1 else getattr(model, "no_sync", None)
     if no_sync is None:
         raise ValueError(
@@ -172,8 +173,10 @@ def train_(
                         wait = _sum_over_ranks_(sums)
                     scaler.scale(loss_sum * weight).backward()
             wait()
-            # DDP raises RuntimeError here if it has synchronised only some gradients.
-            getattr(model, "_check_reducer_finalized", lambda: None)()
+            if replica:
+                # Private. It raises RuntimeError if DDP has synchronised only some gradients.
+                # Without it, DDP raises only in the next step, after a wrong update.
+                replica._check_reducer_finalized()
             loss = sums[0] / sums[1]
             norm, finite = _update_(optimizers, scaler, clip, loss)
         # If the ranks had equal gradients in the step before, the norm of each rank was the mean.
@@ -220,7 +223,7 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
 
 
 def _reads_late(device: torch.device) -> bool:
-    """Return whether the host reads flags one step or round late, so that it need not wait."""
+    """Return whether the host reads flags one step late, so that it need not wait."""
     return device.type == "cuda"
 
 
@@ -248,7 +251,8 @@ def _update_(
     for optimizer in optimizers:
         # scaler.step() does not look at the loss. A fused optimizer can skip an update on the
         # device, but not its first, when it has no state: fused SGD would leave its momentum buffer
-        # uninitialised.
+        # uninitialised. Both names are private, and GradScaler uses them, too. Without them, the
+        # host would wait for the device in each step.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if finite.is_cuda and optimizer.state and fused:
             optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
@@ -273,58 +277,61 @@ def evaluate(
     """Return the exact mean loss over the batches of all ranks, on every rank.
 
     The result is NaN if no rank has a batch. All ranks must call this function. Their numbers of
-    batches may differ or be 0. FSDP2 needs equal numbers: see pad_batches in extras/fsdp.py.
+    batches may differ or be 0, because the ranks communicate only at the beginning and at the end.
+    FSDP2 communicates in each batch and needs equal numbers: see pad_batches in extras/fsdp.py.
 
-    stop: is called in each round of one batch per rank, also on ranks that have no batch left. If
-        it returns true on any rank, all ranks return None after this round. On CUDA, they do so
-        after the next one.
+    stop: is called before each batch. If it returns true, this rank leaves out the rest of its
+        batches. If it was true on any rank, all ranks return None. If only one rank gets a signal,
+        the others first compute all their batches. (With FSDP2 they would wait for this rank: use
+        the `stop` of pad_batches.)
+
+    A rank that has finished waits for the slowest rank, and this wait counts against the timeout of
+    the process group. So divide the batches evenly.
 
     evaluate runs the model in evaluation mode, without gradients, and restores the earlier modes.
     With DDP, loss_fn gets the module inside DDP. (A DDP inside another module can hang here: for
     example, give AveragedModel the module inside DDP.) First, all ranks get the buffers of rank 0,
     such as BatchNorm statistics.
     """
-    replica = getattr(model, "_orig_mod", model)  # torch.compile keeps the model there
-    if isinstance(replica, nn.parallel.DistributedDataParallel):
+    if replica := _find_ddp(model):
         # DDP's forward pass may send buffers, and would hang if ranks have different numbers of
         # batches.
         model = replica.module
-    buffers = [*model.buffers()]
-    if buffers and dist.is_initialized():
-        # DDP sends its buffers with this function, too. 2**28: up to 256 MiB at once.
-        dist._broadcast_coalesced(dist.group.WORLD, buffers, 2**28, 0)  # type: ignore[arg-type]
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            contiguous = buffer.contiguous()  # broadcast ignores strides
+            dist.broadcast(contiguous, 0)
+            buffer.copy_(contiguous)
     # A model can have buffers only, or nothing.
     device = next(chain(model.parameters(), model.buffers()), torch.zeros(0)).device
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    sums = torch.zeros(2, dtype=accumulator_dtype(device), device=device)
-    no_batch = object()
-    # On CUDA, the first read says that one rank has a batch and no rank stops.
-    unread = [lambda: [1.0, 0.0]] if _reads_late(device) else []
+    # [loss sum, count, number of ranks that stopped]. Sums in train_ have 4 numbers, and those in
+    # group_batches 2. If a rank is in another function by mistake, gloo then raises an error
+    # instead of adding numbers that do not belong together.
+    sums = torch.zeros(3, dtype=accumulator_dtype(device), device=device)
     try:
-        for batch in chain(batches, repeat(no_batch)):
-            # [number of ranks with a batch, number that ask to stop, 0, 0, 0]. The zeros make the
-            # size differ from those in train_ (4) and group_batches (2). If the sizes were equal,
-            # gloo would add the sums of ranks that are there by mistake, without an error.
-            flags = sums.new_zeros(5)
-            flags[0].fill_(batch is not no_batch)
-            flags[1].fill_(stop())
-            wait = _sum_over_ranks_(flags)
-            if batch is not no_batch:
-                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    loss_sum, count = loss_fn(model, to_device(batch, device))
-                sums[0] += loss_sum
-                sums[1] += count
-            wait()
-            unread.append(to_host(flags))
-            busy, stopping, *_ = unread.pop(0)()
-            if stopping or not busy:
+        for batch in batches:
+            if stop():
+                sums[2].fill_(1)
                 break
-        _sum_over_ranks_(sums)()
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                loss_sum, count = loss_fn(model, to_device(batch, device))
+            sums[0] += loss_sum
+            sums[1] += count
     finally:
         for module, training in modes:
             module.training = training
-    return None if stopping else float(sums[0] / sums[1])
+    _sum_over_ranks_(sums)()
+    loss_sum, count, stopped = sums.cpu()
+    return None if stopped else float(loss_sum / count)
+
+
+def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """Return `model` if it is a DistributedDataParallel, also if torch.compile has wrapped it."""
+    # Private. Without it, evaluate() could hang for torch.compile(DistributedDataParallel(...)).
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def group_batches(
@@ -404,23 +411,25 @@ def to_host(values: Tensor) -> Reader:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on `device`. Tuples, lists and dicts can be nested.
 
-    Other objects with a method to(), such as a PackedSequence, move themselves.
+    A subclass of dict becomes a dict. Other objects with a method to(), such as a PackedSequence,
+    move themselves.
     """
-
-    def movable(value: Any) -> bool:
-        return callable(getattr(value, "to", None))
-
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return copy.copy(value).to(device)  # BatchEncoding.to changes the object itself.
-        if device.type == "cuda" and value.is_cpu:
-            # to() would copy a non-contiguous tensor through unpinned memory.
-            value = value.contiguous().pin_memory()
+    if isinstance(batch, Tensor):
         # On MPS, a non-blocking copy can read memory that was freed (PyTorch issue 189690).
-        return value.to(device, non_blocking=device.type == "cuda")
-
-    # Without is_leaf, a PackedSequence would be divided, because it is a tuple.
-    return tree_map_only(movable, move, batch, is_leaf=movable)
+        cuda = device.type == "cuda"
+        if cuda and batch.is_cpu:
+            # to() would copy a non-contiguous tensor through unpinned memory.
+            batch = batch.contiguous().pin_memory()
+        return batch.to(device, non_blocking=cuda)
+    if callable(getattr(batch, "to", None)):
+        return copy.copy(batch).to(device)  # BatchEncoding.to changes the object itself.
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        values = [to_device(value, device) for value in batch]
+        # The constructor of a NamedTuple takes one argument per field.
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
 
 
 def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:

@@ -8,31 +8,39 @@ python run.py sample --prompt "The "            print text that the newest check
 python run.py eval --data other.txt             print the checkpoint's exact loss on a text
 
 Read `train` first. It uses ddp_setup, chardata, gpt, loop and ckpt, which do not import one
-another. The files in extras/ are optional.
+another. A file of extras/ is used only if a flag, a URL or a variable of SLURM asks for it.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import difflib
 import faulthandler
 import gc
 import importlib
 import json
+import logging
 import math
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
+import sysconfig
 import time
+import tomllib
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import cache, partial
 from itertools import chain, islice, tee
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,9 +71,6 @@ def extra(name: str) -> ModuleType:
         raise FileNotFoundError(f"this needs extras/{name}.py: {error}") from error
 
 
-# `with optional:` skips the rest of its block at any FileNotFoundError, such as that of extra().
-optional = suppress(FileNotFoundError)
-
 if TYPE_CHECKING:
     import torch
 
@@ -78,10 +83,11 @@ else:
     names = "ddp_setup torch chardata gpt loop ckpt"
     ddp_setup, torch, chardata, gpt, loop, ckpt = map(LazyModule, names.split())
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 a Ctrl-C without saving
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
+FINISHED_ADVICE = "To go on, give a higher --epochs or --steps; for a new run, another --out."
 DATA_ADVICE = "; give the --data that the run had, or none if it had none; or name another --out"
 
 
@@ -141,7 +147,10 @@ class Flags:
         COUNT,
     )
     optimizer: str = option(
-        "muon", "muon uses Muon for the blocks' matrices, AdamW for the rest.", ["adamw", "muon"]
+        "auto",
+        "muon uses Muon for the blocks' matrices, AdamW for the rest. fast-muon computes the same "
+        "updates faster, with extras/muon.py. auto: fast-muon if that file is there, else muon.",
+        ["auto", "adamw", "muon", "fast-muon"],
     )
     lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
     embedding_lr: float = option(
@@ -169,13 +178,22 @@ class Flags:
     device: str = option("auto", "Device to use.", ["auto", "cpu", "cuda", "mps"])
     dtype: str = option(
         "auto",
-        "Type of the computation; weights stay float32. auto: bfloat16 if it is known to be fast.",
+        "Type of the computation; weights stay float32. auto: bfloat16 where it is faster.",
         ["auto", "float32", "bfloat16", "float16"],
     )
     compile: bool | None = option(
         None,
-        "Use torch.compile.  [default: with extras/, for runs that are so long that it saves time]",
+        "Use torch.compile.  [default: for runs that are so long that it saves time]",
         param_decls=["--compile/--no-compile"],
+    )
+    use: tuple[str, ...] = option(
+        (),
+        "Add a tool of extras/; can be given several times. slow-ranks: warn if a rank is slower "
+        "than the others. replicas: compare the weights of all ranks before each save. "
+        "hang-report: if a rank waits for most of --timeout, print where each rank is. "
+        "cuda-graphs: make steps of small models faster.",
+        ["slow-ranks", "replicas", "hang-report", "cuda-graphs"],
+        multiple=True,
     )
     checkpoint_activations: bool = option(
         False, "Compute blocks again in the backward pass: less memory.", is_flag=True
@@ -212,7 +230,7 @@ PINNED = set(
 )
 # Checkpoints do not contain these flags.
 NOT_RESTORED = set(
-    "spawn strategy device compile timeout out log_every accum checkpoint "
+    "spawn strategy device use timeout out log_every accum checkpoint "
     "checkpoint_activations".split()
 )
 
@@ -220,222 +238,190 @@ NOT_RESTORED = set(
 # ------------------------------------------------------------------------------------------- train
 
 
-def train(flags: Flags, given: set[str]) -> int:
+def replicate(model: gpt.GPT, flags: Flags, world: ddp_setup.World) -> torch.nn.Module:
+    """Give a model its first weights, and wrap it in DistributedDataParallel."""
+    gpt.initialize_(model, flags.seed)
+    return ddp_setup.replicate(model, world)
+
+
+def keep_steps(steps: Iterable[Any], loss_fn: Any) -> tuple[Iterable[Any], Any]:
+    """Change nothing in a training. --strategy fsdp, for example, pads the steps here."""
+    return steps, loss_fn
+
+
+def keep_batches(
+    model: torch.nn.Module, batches: Iterable[Any], loss_fn: Any, stop: Callable[[], bool]
+) -> tuple[Iterable[Any], Any, Callable[[], bool]]:
+    """Change nothing in an evaluation."""
+    return batches, loss_fn, stop
+
+
+def train(
+    asked: Flags,
+    given: set[str],
+    world: ddp_setup.World,
+    stop: Callable[[], bool],
+    storage: ModuleType,
+    parallelize: Callable[[gpt.GPT, Flags, ddp_setup.World], torch.nn.Module] = replicate,
+    wrap_steps: Callable[..., Any] = keep_steps,
+    wrap_batches: Callable[..., Any] = keep_batches,
+    before_save: Callable[..., object] = lambda model, optimizers: None,
+    sync_each: bool = False,
+) -> int:
     """Train until the last step or a stop signal; return the exit code. Every rank runs this.
 
-    given: the names of the flags that the user set.
+    asked: the flags of rank 0. given: the names of those that the user set.
+    stop: tells whether this rank has got a stop signal.
+    storage: ckpt, or an extra with its functions. The other arguments are for extras: see
+        extras/compose.py.
     """
-    with (
-        ddp_setup.stop_signals(STOPPING) as stop_requested,
-        join_group(flags.device, flags.timeout) as world,
-    ):
-        # If an error about values, files or packages is raised here, join_group turns it into one
-        # line and exit code 2.
-        rank0 = world.rank == 0
-        # From here on, all ranks use the flags of rank 0. (Each has already used its own --device
-        # and --timeout.) "auto" is replaced by a dtype here, so that checkpoints contain the dtype,
-        # and a resumed run keeps it.
-        values, given = ddp_setup.from_rank_zero(
-            lambda: (vars(flags) | {"dtype": pick_dtype(flags.dtype, world.device)}, given), world
-        )
-        flags = Flags(**values)
-        sharded = flags.checkpoint == "sharded" and world.size > 1
-        storage = open_storage(flags.out, sharded)
-
-        # Only rank 0 reads the state to start from. On the others, `state` is {}. `saved` is the
-        # state without its large parts, on all ranks. It is {} for a new model.
-        state = ddp_setup.wait_together(lambda: find_start(flags, storage) if rank0 else {}, world)
-        saved = ddp_setup.from_rank_zero(
-            lambda: state and {**state, "model": None, "optimizers": None}, world
-        )
-        flags = merge_saved_flags(flags, given, saved)
-        start_step = saved.get("step", 0)
-        if flags.min_lr > flags.lr:
-            raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
-
-        subject = f"cannot continue the run in {flags.out}: " if start_step else ""
-        with usage_errors(subject, DATA_ADVICE if start_step else ""):
-            corpus, plan, val_plan = load_data(flags, given, saved, world)
-        with usage_errors(f"--data {flags.data or '(default text)'}: "):
-            steps_per_epoch = chardata.steps_per_epoch(plan)
-        total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
-        limit = "--steps" if total == flags.steps else "--epochs"
-        tokens_at = partial(chardata.tokens_before, plan)
-        steps_from = partial(
-            chardata.steps, plan, rank=world.rank, world_size=world.size, accum=flags.accum
-        )
-        if start_step >= total:
-            if rank0:
-                say(
-                    f"The run in {flags.out} is finished: {start_step} steps. To continue, give a "
-                    f"higher {limit}; for a new run, name another --out."
-                )
-            return DONE
-
-        # The flags and facts about the run, for config.json. Checkpoints get only flags.
-        resolved = vars(flags) | {"vocab": corpus.vocab, "ranks": world.size}
-        dtype, config = getattr(torch, flags.dtype), model_config(resolved)
-        with optional:  # checks the memory; sets "peak_tokens_per_s", and "compile" if it is None
-            machine, tokens = extra("machine"), tokens_at(total)
-            resolved |= machine.check_and_describe(world.device, resolved, total, tokens)
-
-        # With the seed None, the model has no weights yet: shard_ below computes each rank's part.
-        model = build_model(config, flags.seed if flags.strategy == "ddp" else None)
-        model.checkpoint_activations = flags.checkpoint_activations
-        if resolved["compile"]:
-            gpt.compile_(model)
-        steps, loss_fn = steps_from(start=start_step), gpt.loss
-        if flags.strategy == "ddp":
-            if world.device.type == "cuda" and flags.accum == 1:
-                with optional:  # to make steps of small models faster
-                    graph_small_ = extra("cuda_graph").graph_small_
-                    (batch,), _ = next(steps_from(start=0))  # most batches have its shape
-                    resolved["cuda_graphs"] = graph_small_(model.to(world.device), batch, dtype)
-            replica = ddp_setup.replicate(model, world)
-            with optional:  # to name a slow rank
-                steps, loss_fn = extra("slow_ranks").watch(steps, loss_fn, warn)
-        else:
-            weight = partial(gpt.initial_weight, config, flags.seed)
-            replica = extra("fsdp").shard_(
-                model, world.size, world.device, [*model.blocks], flags.strategy, weight
-            )
-        # fsdp gathers the weights in each micro-batch, so all ranks need equally many
-        # micro-batches.
-        if flags.strategy == "fsdp":
-            steps, loss_fn = extra("fsdp").pad_steps(steps, loss_fn, flags.timeout)
-        optimizers = make_optimizers(model, flags, one_machine=world.local_size == world.size)
-        scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-        if saved:
-            with usage_errors(f"{saved['name']}: "):
-                # All ranks get the state that rank 0 found. The settings of the optimizers, such as
-                # the learning rate, stay those of the flags.
-                storage.restore_(state, replica, optimizers)
-            if saved.get("scaler"):  # only after a run in float16
-                scaler.load_state_dict(saved["scaler"])
-        del state  # frees its memory
-
-        # Nothing is written to --out before this line.
-        constants = {
-            "data": corpus.digest,
-            "config": {key: resolved[key] for key in vars(flags) if key not in NOT_RESTORED},
-            "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
-        }
-        with usage_errors(f"--out {flags.out}: "):
-            _lock = ddp_setup.wait_together(  # is held while this name exists
-                lambda: rank0 and prepare_folder(flags.out, storage, saved, resolved), world
-            )
-            if sharded:
-                storage.check_shared_folder(flags.out)
-
+    rank0 = world.rank == 0
+    # Only rank 0 reads the checkpoint. `saved` is the same without its tensors, on all ranks.
+    state = ddp_setup.wait_together(lambda: find_start(asked, storage) if rank0 else {}, world)
+    saved = ddp_setup.from_rank_zero(
+        lambda: {key: state[key] for key in state.keys() - {"model", "optimizers"}}, world
+    )
+    flags = ddp_setup.from_rank_zero(
+        lambda: complete_flags(asked, given, saved, world.device), world
+    )
+    start_step = saved.get("step", 0)
+    subject = f"cannot continue the run in {flags.out}: " if start_step else ""
+    with usage_errors(subject, DATA_ADVICE if start_step else ""):
+        corpus, plan, val_plan = load_data(flags, given, saved, world)
+    with usage_errors(f"--data {flags.data or '(default text)'}: "):
+        steps_per_epoch = ddp_setup.wait_together(lambda: chardata.steps_per_epoch(plan), world)
+    total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
+    tokens_at = partial(chardata.tokens_before, plan)
+    if start_step >= total:
         if rank0:
-            size = sum(map(torch.numel, model.parameters()))
-            where = "continuing the run in" if start_step else "in"
-            say(
-                f"Training: {size:,} parameters on {world.size} x {world.device.type} in "
-                f"{flags.dtype}, steps {start_step + 1} to {total} (set by {limit}), {where} "
-                f"{flags.out}"
-            )
-        # This call fixes the number of this thread, before the pool sets its own to 1: see ckpt.py.
-        torch.get_num_threads()
-        pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
-        # The latest save of this rank and its deadline. The first save does nothing.
-        writing = pool.submit(bool), time.monotonic() + flags.timeout
+            say(f"The run in {flags.out} is finished: {start_step} steps. {FINISHED_ADVICE}")
+        return DONE
 
-        def wait_for_saves() -> bool:
-            """Wait for the saves of all ranks. Return whether all ended in time."""
-            # wait_together can wait for longer than the process group's timeout. any_rank cannot.
-            ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
-            return not ddp_setup.any_rank(not ended, world)
+    config = model_config(vars(flags) | {"vocab": corpus.vocab})
+    flops = gpt.flops_per_token(config)
+    compiled = ddp_setup.from_rank_zero(
+        lambda: should_compile(flags.compile, world.device, total, flops * tokens_at(total)), world
+    )
+    dtype = getattr(torch, flags.dtype)
+    model = ddp_setup.wait_together(
+        lambda: build_without_weights(config, compiled, flags.checkpoint_activations), world
+    )
+    replica = parallelize(model, flags, world)
+    optimizers = ddp_setup.wait_together(lambda: make_optimizers(model, flags, world), world)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+    if saved:
+        with usage_errors(f"{saved['name']}: "):
+            # All ranks get the state of rank 0. The settings of the optimizers, such as the
+            # learning rate, stay those of the flags.
+            storage.restore_(state, replica, optimizers)
+    scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
+    state = {}  # frees its memory
 
-        lr_factor = partial(
-            loop.linear, total=total, warmup_steps=flags.warmup, floor=flags.min_lr / flags.lr
+    # Nothing is written to --out before this line.
+    settings = vars(flags) | {"compile": compiled, "vocab": corpus.vocab}
+    constants = {
+        "data": corpus.digest,
+        "config": {key: settings[key] for key in settings if key not in NOT_RESTORED},
+        "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
+    }
+    machine = describe_machine(world, dtype)
+    peak_rate = machine["peak_flops"] / flops  # tokens/s
+    with usage_errors(f"--out {flags.out}: "):
+        _lock = ddp_setup.wait_together(  # is held while this name exists
+            lambda: rank0 and prepare_folder(flags.out, storage, saved, settings | machine), world
         )
-        training = loop.train_(
-            replica,
-            optimizers,
-            steps,
-            loss_fn,
-            start=start_step,
-            lr_at=lr_factor,
-            clip=flags.clip or math.inf,
-            dtype=dtype,
-            scaler=scaler,
-            seed=flags.seed,
-            stop=stop_requested,
-            sync_each=flags.strategy == "fsdp",
-        )
-        targets = chardata.num_tokens(val_plan.tokens) - 1  # all tokens but the first
-        gc.freeze()  # Never collect what exists now.
-        gc.enable()  # main() disabled it.
-        # tokens_per_s leaves out evaluations and saves: their duration is added to logged_at.
-        logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
-        try:
-            for step, report in training:
-                val_loss = None
-                stopped, last = report.stop, step == total
-                evaluating = targets > 0 and (last or step % flags.eval_every == 0)
-                if rank0 and (stopped or last or evaluating or step % flags.log_every == 0):
-                    loss, norm = float(report.loss), float(report.grad_norm)  # wait for the device
-                    now, tokens = time.perf_counter(), tokens_at(step)
-                    rate = (tokens - logged_tokens) / (now - logged_at)
-                    logged_tokens, logged_at = tokens, now
-                    record = {
-                        "step": step,
-                        "epoch": round(step / steps_per_epoch, 4),
-                        "tokens": tokens,
-                        "loss": loss,
-                        "grad_norm": norm,
-                        "lr": flags.lr * lr_factor(step - 1),  # of this step; with muon: Muon's
-                        "tokens_per_s": round(rate, 1),
-                        "mfu": round(rate / resolved.get("peak_tokens_per_s", math.nan), 4),
-                        "skipped": int(report.skipped),
-                    }
-                    append_metrics(storage, flags.out, record)
-                    say(format_record(record, total, (tokens_at(total) - tokens) / rate))
-                # A step whose loss or gradient is not finite changes no weight. So its
-                # checkpoint would be a copy, and --keep would delete an older, different one.
-                due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
-                # Before an evaluation or a save, rank 0 has waited for its device above, in float()
-                # or isfinite(). So the time from here on contains no training.
-                paused_at = time.perf_counter()
+    if rank0:
+        say(describe_run(model, world, settings, start_step + 1, total))
+    pool = start_save_thread()
+    # The latest save of this rank and its deadline. The first save does nothing.
+    writing = pool.submit(bool), time.monotonic() + flags.timeout
 
-                if evaluating and not stopped:
-                    val_loss = validate(replica, val_plan, world, flags, stop_requested)
-                    stopped = val_loss is None
-                    if rank0 and not stopped:
-                        append_metrics(storage, flags.out, {"step": step, "val_loss": val_loss})
-                        say(f"step {step}  validation loss {val_loss:.4f} over {targets:,} tokens")
+    def wait_for_saves() -> bool:
+        """Wait for the saves of all ranks. Return whether all ended in time."""
+        ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
+        return not ddp_setup.any_rank(not ended, world)
 
-                if stopped or last or due:
-                    chardata.verify_unchanged(corpus)
-                    with optional:  # to compare the ranks
-                        extra("replicas").verify_replicas(replica, optimizers)
-                    if may_save := wait_for_saves():  # otherwise, skip this save
-                        state = storage.snapshot(
-                            replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
+    batches = chardata.steps(
+        plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
+    )
+    steps, loss_fn = wrap_steps(batches, gpt.loss)
+    floor = flags.min_lr / flags.lr
+    lr_factor = partial(loop.linear, total=total, warmup_steps=flags.warmup, floor=floor)
+    training = loop.train_(
+        replica,
+        optimizers,
+        steps,
+        loss_fn,
+        start=start_step,
+        lr_at=lr_factor,
+        clip=flags.clip or math.inf,
+        dtype=dtype,
+        scaler=scaler,
+        seed=flags.seed,
+        stop=stop,
+        sync_each=sync_each,
+    )
+    targets = chardata.num_tokens(val_plan.tokens) - 1  # all tokens but the first
+    gc.freeze()  # Never collect what exists now.
+    gc.enable()  # program() disabled it.
+    # tokens_per_s leaves out evaluations and saves: their duration is added to logged_at.
+    logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
+    try:
+        for step, report in training:
+            stopped, last, val_loss = report.stop, step == total, None
+            evaluating = targets > 0 and (last or step % flags.eval_every == 0)
+            if rank0 and (stopped or last or evaluating or step % flags.log_every == 0):
+                measured = read_report(report)  # waits for the device
+                now, tokens = time.perf_counter(), tokens_at(step)
+                rate = (tokens - logged_tokens) / (now - logged_at)
+                logged_tokens, logged_at = tokens, now
+                record = {"step": step, "epoch": round(step / steps_per_epoch, 4), "tokens": tokens}
+                record |= measured
+                record["lr"] = flags.lr * lr_factor(step - 1)  # of this step; with muon: Muon's
+                record |= {"tokens_per_s": round(rate, 1), "mfu": round(rate / peak_rate, 4)}
+                append_metrics(storage, flags.out, record)
+                say(format_record(record, total, (tokens_at(total) - tokens) / rate))
+            # A step whose loss or gradient is not finite changes no weight. So its checkpoint would
+            # be a copy, and --keep would delete an older, different one.
+            due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
+            # Before an evaluation or a save, rank 0 has waited for its device above, in float() or
+            # isfinite(). So the time from here on contains no training.
+            paused_at = time.perf_counter()
+            if evaluating and not stopped:
+                val_loss = validate(replica, val_plan, world, dtype, wrap_batches, stop)
+                stopped = val_loss is None
+                if rank0 and not stopped:
+                    append_metrics(storage, flags.out, {"step": step, "val_loss": val_loss})
+                    say(f"step {step}  validation loss {val_loss:.4f} over {targets:,} tokens")
+            if stopped or last or due:
+                ddp_setup.wait_together(partial(chardata.verify_unchanged, corpus), world)
+                before_save(replica, optimizers)
+                if may_save := wait_for_saves():  # otherwise, skip this save
+                    copy = storage.snapshot(
+                        replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
+                    )
+                    if copy:  # Ranks that write nothing have {}.
+                        save = pool.submit(
+                            storage.save, flags.out, copy, step, val_loss, flags.keep
                         )
-                        if state:  # Ranks that write nothing have {}.
-                            save = pool.submit(
-                                storage.save, flags.out, state, step, val_loss, flags.keep
-                            )
-                            writing = save, time.monotonic() + flags.timeout
-                        del state  # Now only the save holds it.
-                logged_at += time.perf_counter() - paused_at
-                if stopped or last:
-                    break
-        except FloatingPointError:  # All ranks raise it together.
-            wait_for_saves()  # before the error ends the process
-            raise
-        except Exception:
-            wait_for_save(*writing)  # not wait_for_saves: other ranks may have no error
-            raise
-        ended = may_save and wait_for_saves()  # may_save is the same on all ranks
-        if not ended or ddp_setup.any_rank(bool(writing[0].exception()), world):
-            raise click.ClickException(f"the checkpoint of step {step} was not written")
-    if rank0 and step < total:
-        say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
-    elif rank0:
-        say(f"Done: {total} steps. To print text: python run.py sample --out {flags.out}")
+                        writing = save, time.monotonic() + flags.timeout
+                    del copy  # Now only the save holds it.
+            logged_at += time.perf_counter() - paused_at
+            if stopped or last:
+                break
+    except Exception as error:  # Complete the save before the error ends the process.
+        together = isinstance(error, FloatingPointError)  # All ranks raise it together.
+        wait_for_saves() if together else wait_for_save(*writing)
+        raise
+    written = may_save and wait_for_saves() and not writing[0].exception()
+    if ddp_setup.any_rank(not written, world):
+        if rank0:
+            say(f"Error: the checkpoint of step {step} was not written", error=True)
+        return FAILED
+    stopped_text = f"Stopped as asked after step {step} of {total}; start again to continue there."
+    done_text = f"Done: {total} steps. To print text: python run.py sample --out {flags.out}"
+    if rank0:
+        say(stopped_text if step < total else done_text)
     return STOPPED if step < total else DONE
 
 
@@ -448,7 +434,7 @@ def open_storage(out: str, write_sharded: bool = False) -> Any:
     if "://" in out:
         return extra("remote").storage(core, write_sharded)
     if write_sharded or any(not e.name.endswith(".pt") for e in core.list_checkpoints(out)):
-        return extra("sharded").storage(core, extra("reader").read, write_sharded)
+        return extra("sharded").storage(core, write_sharded)
     return core
 
 
@@ -465,12 +451,8 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
-    # Version 0.1 had other flag names and defaults, and no vocabulary size here. A new flag that
-    # defines the model needs a default here too.
-    config["vocab"] = state["vocabulary"]["vocab"]
-    if "tokens" in config:
-        config["tokenizer"] = config.pop("tokens")
-    state["config"] = {"eval_tokens": 0, "embedding_lr": 1.0, "momentum": 0.95, **config}
+    if "compile" not in config and config.get("optimizer") == "muon":
+        config["optimizer"] = "auto"  # Version 0.2 called both kinds of Muon "muon".
     return state
 
 
@@ -480,18 +462,20 @@ def find_start(flags: Flags, storage: ModuleType) -> Values:
     if state or flags.init_from is None:
         return state
     return extra("exchange").start_state(  # type: ignore[no-any-return]
-        flags.init_from, flags.out, open_storage(flags.init_from), extra("reader").read
+        flags.init_from, flags.out, open_storage(flags.init_from)
     )
 
 
-def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
-    """Return the flags. Those that are not given come from the checkpoint, except NOT_RESTORED.
+def complete_flags(asked: Flags, given: set[str], saved: Values, device: torch.device) -> Flags:
+    """Return the flags of a run, without "auto". Rank 0 calls this for all ranks.
 
-    ValueError if a given flag of PINNED contradicts the checkpoint.
+    Flags that are not in `given` come from the checkpoint, except NOT_RESTORED.
+    ValueError if a given flag of PINNED contradicts the checkpoint, or if flags do not fit
+    together.
     """
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
-        ours, theirs, flag = getattr(flags, name), config[name], f"--{name.replace('_', '-')}"
+        ours, theirs, flag = getattr(asked, name), config[name], f"--{name.replace('_', '-')}"
         # extras/tokenizer.py compares two tokenizer.json files later.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
@@ -502,8 +486,24 @@ def merge_saved_flags(flags: Flags, given: set[str], saved: Values) -> Flags:
                 f"{flag} {ours} contradicts {saved['name']}, made {made}; leave it out, or {other}"
             )
     # Other versions can have other flags.
-    names = (config.keys() & vars(flags).keys()) - given - NOT_RESTORED
-    return replace(flags, **{name: config[name] for name in names})
+    names = (config.keys() & vars(asked).keys()) - given - NOT_RESTORED
+    values = vars(asked) | {name: config[name] for name in names}
+    if values["dtype"] == "auto":
+        if device.type == "cuda":
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            fast = device.type == "cpu" and bfloat16_is_faster()
+        values["dtype"] = "bfloat16" if fast else "float32"
+    if values["optimizer"] == "auto":
+        fast = Path(__file__).with_name("extras").joinpath("muon.py").is_file()
+        values["optimizer"] = "fast-muon" if fast else "muon"
+    flags = Flags(**values)
+    if flags.min_lr > flags.lr:
+        raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
+    if device.type == "mps" and flags.checkpoint_activations and flags.dropout:
+        # Dropout would differ in the second forward pass: PyTorch issue 127676.
+        raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
+    return flags
 
 
 def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
@@ -534,8 +534,8 @@ def load_data(
     chars = saved["vocabulary"]["chars"] if saved else ""
     corpus = ddp_setup.wait_together(lambda: read_corpus(flags, given, chars), world)
     digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
-    with usage_errors(f"--data {flags.data or '(default text)'}: "):
-        # Only ranks that differ raise this. process_group ends the others.
+
+    def check() -> None:
         if corpus.digest != digest:
             raise ValueError("is not the same on all ranks")
         kind = saved["vocabulary"]["kind"] if saved else corpus.kind
@@ -546,6 +546,9 @@ def load_data(
             raise ValueError(
                 f"is not the data that the run in {flags.out} had; give that, or another --out"
             )
+
+    with usage_errors(f"--data {flags.data or '(default text)'}: "):
+        ddp_setup.wait_together(check, world)
         tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
         block_size = flags.block_size
         plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
@@ -557,17 +560,14 @@ def validate(
     model: torch.nn.Module,
     plan: chardata.BatchPlan,
     world: ddp_setup.World,
-    flags: Flags,
+    dtype: torch.dtype,
+    wrap: Callable[..., Any] = keep_batches,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
-    loss_fn = gpt.loss
     batches = chardata.every_window(plan, rank=world.rank, world_size=world.size)
-    # In an evaluation, --strategy zero needs padding like fsdp: it gathers the weights in the first
-    # batch, and a rank can have none.
-    if flags.strategy != "ddp":
-        batches, loss_fn = extra("fsdp").pad_batches(model, batches, loss_fn, flags.timeout)
-    return loop.evaluate(model, batches, loss_fn, getattr(torch, flags.dtype), stop=stop)
+    batches, loss_fn, stop = wrap(model, batches, gpt.loss, stop=stop)
+    return loop.evaluate(model, batches, loss_fn, dtype, stop)
 
 
 def model_config(values: Values) -> gpt.Config:
@@ -575,27 +575,29 @@ def model_config(values: Values) -> gpt.Config:
     return gpt.Config(**{name: values[name] for name in gpt.Config._fields})
 
 
-def build_model(config: gpt.Config, seed: int | None) -> gpt.GPT:
-    """Build a model, if possible with the cross-entropy of extras/, which saves memory."""
-    model = gpt.build(config, seed)
-    with optional:
-        model.cross_entropy = partial(extra("cross_entropy").cross_entropy, model.cross_entropy)
+def build_without_weights(config: gpt.Config, compiled: bool, checkpoint: bool) -> gpt.GPT:
+    """Return a model that has no weights yet. checkpoint: whether to recompute activations."""
+    model = gpt.build(config, None)
+    model.checkpoint_activations = checkpoint
+    if compiled:
+        gpt.compile_(model)
     return model
 
 
-def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that the flags name.
-
-    one_machine: whether all ranks are on one machine. Only then do they divide the work of Muon:
-        between machines, dividing it is slower.
-    """
+def make_optimizers(
+    model: gpt.GPT, flags: Flags, world: ddp_setup.World
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that the flags name."""
     groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
     muon: list[torch.optim.Optimizer] = []
-    if flags.optimizer == "muon":
+    if flags.optimizer != "adamw":
         make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
-        with optional:  # computes the same updates faster
-            dtype = torch.float32 if flags.dtype == "float32" else torch.bfloat16
-            make_muon = partial(extra("muon").Muon, dtype=dtype, distribute=one_machine)
+        if flags.optimizer == "fast-muon":
+            make_muon = partial(
+                extra("muon").Muon,
+                dtype=torch.float32 if flags.dtype == "float32" else torch.bfloat16,
+                distribute=world.local_size == world.size,  # slower between machines
+            )
         # match_rms_adamw scales Muon's updates to the size of AdamW's (Liu et al., 2025).
         matrices = groups.pop("matrices")
         muon = [make_muon(matrices, lr, decay, flags.momentum, adjust_lr_fn="match_rms_adamw")]
@@ -607,17 +609,11 @@ def make_optimizers(model: gpt.GPT, flags: Flags, one_machine: bool) -> list[tor
     return [torch.optim.AdamW(settings, lr, (0.9, 0.95), fused=True), *muon]
 
 
-def pick_dtype(flag: str, device: torch.device) -> str:
-    """Return the name of the dtype of the computation."""
-    if flag != "auto":
-        return flag
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = torch.cpu._is_avx512_bf16_supported()  # false on a Mac
-        with optional:  # On some CPUs with this support, float32 is faster.
-            fast = extra("machine").bfloat16_is_faster()
-    return "bfloat16" if fast else "float32"
+def start_save_thread() -> ThreadPoolExecutor:
+    """Return a pool of one thread for saves, in which torch uses one CPU."""
+    # This call fixes the number of this thread, before the pool sets its own to 1: see ckpt.py.
+    torch.get_num_threads()
+    return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values) -> object:
@@ -664,6 +660,98 @@ def wait_for_save(save: Future[Any], deadline: float) -> bool:
     return True
 
 
+# ------------------------------------------------------------------------------------- the machine
+
+# Dense bfloat16 FLOP/s of one GPU, from NVIDIA's datasheets, by a part of its name. The first entry
+# that fits counts.
+DATASHEET = {
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+
+
+def describe_machine(world: ddp_setup.World, dtype: torch.dtype) -> Values:
+    """Return what config.json says of the machine: the peak FLOP/s are those of all ranks."""
+    peak, source = peak_flops(world.device, dtype)
+    return {
+        "ranks": world.size,
+        "device": f"{world.device}",
+        "torch": f"{torch.__version__}",
+        "peak_flops": peak * world.size,
+        "peak_flops_source": source,
+    }
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Return the peak FLOP/s of the device, and "datasheet" or "measured".
+
+    Where no datasheet value is known, it is the rate of a matrix product.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if dtype != torch.float32 and "MIG" not in name:  # A MIG device is a part of a GPU.
+        for part, peak in DATASHEET.items():
+            if re.search(rf"{part}(?!\d)", name):  # An RTX A1000 is not an A100.
+                return peak, "datasheet"
+    n = 8192 if device.type == "cuda" else 768  # takes milliseconds, much longer than its start
+    return 2 * n**3 / matmul_seconds(n, device, dtype, time.perf_counter), "measured"
+
+
+def matmul_seconds(
+    n: int, device: torch.device, dtype: torch.dtype, clock: Callable[[], float]
+) -> float:
+    """Return the time of the product of two matrices (n, n), by `clock`: the best of ten."""
+    matrix = torch.ones(n, n, device=device, dtype=dtype)
+    times = []
+    for _ in range(10):
+        start = clock()
+        (matrix @ matrix)[0, 0].item()  # item() waits for the device
+        times.append(clock() - start)
+    return min(times)
+
+
+def bfloat16_is_faster() -> bool:
+    """Return whether the CPU multiplies bfloat16 matrices at least 1.25 times as fast as float32.
+
+    Some CPUs have instructions for bfloat16 that are slower than those for float32.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # Other load hardly changes the CPU time of a single thread.
+    cpu, clock = torch.device("cpu"), time.thread_time
+    bfloat16 = matmul_seconds(256, cpu, torch.bfloat16, clock)
+    float32 = matmul_seconds(256, cpu, torch.float32, clock)
+    torch.set_num_threads(threads)
+    return 0 < 1.25 * bfloat16 <= float32  # A coarse clock gives 0.
+
+
+def should_compile(asked: bool | None, device: torch.device, steps: int, flops: float) -> bool:
+    """Return --compile. Without it, whether compiling is possible and saves time in this run.
+
+    steps, flops: of the whole run, so that a resumed run decides the same.
+    """
+    # On an H100, it saves time after about 3,000 steps of a small model, or 350 of GPT-2.
+    long = {"cpu": flops > 5e13, "cuda": steps > 4000 or flops > 1e16}.get(device.type, False)
+    # Triton needs a C compiler, Inductor on a CPU a C++ compiler. Both need Python.h.
+    name, usual = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
+    compiler = shutil.which(os.environ.get(name, usual))
+    header = os.path.exists(f"{sysconfig.get_path('include')}/Python.h")
+    return bool(long and compiler and header) if asked is None else asked
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory for the next step, which saves up to 20 % of a step."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # M_MMAP_THRESHOLD: blocks below 128 MiB come from the heap. Old versions of glibc refuse
+        # more than 32 MiB.
+        libc.mallopt(-3, 1 << 27) or libc.mallopt(-3, 1 << 25)
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink.
+
+
 # ------------------------------------------------------------------------------ output and errors
 
 
@@ -684,6 +772,15 @@ def warn(text: str) -> None:
 warn_once = cache(warn)
 
 
+def read_report(report: loop.Report) -> Values:
+    """Return the numbers of a report, for a record of metrics. This waits for the device."""
+    return {
+        "loss": float(report.loss),
+        "grad_norm": float(report.grad_norm),
+        "skipped": int(report.skipped),
+    }
+
+
 def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
     """Append a record of numbers, and the time, to metrics.jsonl. NaN and infinity become null."""
     record["time"] = round(time.time(), 3)
@@ -694,6 +791,19 @@ def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
         warn_once(f"metrics not written: {error}; training continues")
 
 
+def describe_run(
+    model: torch.nn.Module, world: ddp_setup.World, settings: Values, first: int, total: int
+) -> str:
+    """Return the line to print before the first step. settings: the flags, without "auto"."""
+    size = sum(map(torch.numel, model.parameters()))
+    return (
+        f"Training: {size:,} parameters on {world.size} x {world.device.type} in "
+        f"{settings['dtype']} with {settings['optimizer']}{', compiled' * settings['compile']}, "
+        f"steps {first} to {total}, {'continuing the run in' if first > 1 else 'in'} "
+        f"{settings['out']}"
+    )
+
+
 def format_record(record: Values, total: int, seconds_left: float) -> str:
     """Return the line to print for a step."""
     return (
@@ -701,6 +811,30 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
         f"  lr {record['lr']:.1e}  {record['tokens_per_s']:,.0f} tokens/s"
         f"  eta {timedelta(seconds=round(min(seconds_left, 1e9)))}"
     )
+
+
+# A pattern in the traceback of an error -> what helps. The last one that matches counts. Triton has
+# an OutOfMemoryError that is not about the device's memory; that of torch matches by its text.
+HINTS = {
+    r"torch/cuda/graphs\.py": "leave out --use cuda-graphs",
+    r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
+        "--no-compile trains without torch.compile"
+    ),
+    "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
+    "|failed to map|new thread|(?<!OutOf)MemoryError": (
+        "a higher --accum or --checkpoint-activations needs less memory"
+    ),
+}
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error's first paragraph and a hint, or its traceback if no hint is known."""
+    trace = traceback.format_exc()
+    hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, trace)]
+    if not hints:
+        return f"{error!r}\n{trace}"
+    paragraph = " ".join(f"{error}".split("\n\n")[0].split())
+    return f"{type(error).__name__}: {paragraph}; {hints[-1]}"
 
 
 @contextmanager
@@ -751,7 +885,7 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     if name != (theirs := ddp_setup.from_rank_zero(lambda: name, world)):
         raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
     with usage_errors(f"{state['name']}: "):
-        model = build_model(model_config(state["config"]), None)  # computes no weights
+        model = gpt.build(model_config(state["config"]), None)  # computes no weights
         ckpt.check_same(state["model"], model.state_dict())
     model.load_state_dict(state["model"], assign=True)
     return model.to(world.device).eval(), state
@@ -792,13 +926,24 @@ def sample(
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
-    # `generated` is lazy: this loop computes the tokens of all texts, on rank 0 only. It prints the
-    # first text while it grows.
-    for row, batches in enumerate(tee(generated, num_samples if world.rank == 0 else 0)):
+    if world.rank == 0:
+        print_texts(ids, generated, num_samples, lambda tokens: codec.decode(tokens, kind, chars))
+
+
+def print_texts(
+    ids: list[int],
+    generated: Iterable[torch.Tensor],
+    count: int,
+    decode: Callable[[Iterator[int]], Iterator[str]],
+) -> None:
+    """Print `count` texts that begin with `ids`. generated: yields the next tokens of all texts.
+
+    `generated` is lazy, so the first text is printed while it grows.
+    """
+    for row, batches in enumerate(tee(generated, count)):
         if row:
             click.echo("-" * 20)
-        tokens = chain(ids, (int(batch[row]) for batch in batches))
-        for text in codec.decode(tokens, kind, chars):
+        for text in decode(chain(ids, (int(batch[row]) for batch in batches))):
             click.echo(text, nl=False)
         click.echo()
 
@@ -822,16 +967,16 @@ def evaluate(out: str, device: str, data: str | None) -> None:
     with join_group(device) as world:
         model, state = load_model(out, world)
         config = state["config"]
-        config["eval_tokens"] = 0  # 0 means all; merge_saved_flags reads config
+        config["eval_tokens"] = 0  # 0 means all; complete_flags reads config
         if data is not None:
             config |= {"data": data, "val_fraction": 1.0}
             del state["data"]  # the digest of the run's data
-        flags = merge_saved_flags(Flags(out=out), set(), state)
+        flags = complete_flags(Flags(out=out), set(), state, world.device)
         corpus, _, plan = load_data(flags, set(), state, world)
         targets = chardata.num_tokens(plan.tokens) - 1
         if targets < 1:
             raise ValueError("there is no validation data; name other or longer data with --data")
-        loss = validate(model, plan, world, flags)
+        loss = validate(model, plan, world, getattr(torch, flags.dtype))
         assert loss is not None  # None only after a stop
         chardata.verify_unchanged(corpus)
     if world.rank == 0:
@@ -845,7 +990,97 @@ def evaluate(out: str, device: str, data: str | None) -> None:
 # ------------------------------------------------------------------------------------ command line
 
 
+def run_rank(asked: Flags, given: set[str]) -> int:
+    """Join the other ranks and train; return the exit code. All ranks use the flags of rank 0.
+
+    asked: the flags of this process. given: the names of those that the user set.
+    """
+    with (
+        ddp_setup.stop_signals(STOPPING) as stop,
+        join_group(asked.device, asked.timeout) as world,
+    ):
+        # Each rank has already used its own --device and --timeout.
+        asked, given = ddp_setup.from_rank_zero(lambda: (asked, given), world)
+        sharded = asked.checkpoint == "sharded" and world.size > 1
+        storage = ddp_setup.wait_together(lambda: open_storage(asked.out, sharded), world)
+        arguments, watch = {}, nullcontext()
+        if asked.use or asked.strategy != "ddp":
+            arguments, watch = ddp_setup.wait_together(
+                lambda: extra("compose").compose(asked, world), world
+            )
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        with watch:
+            return train(asked, given, world, stop, storage, **arguments)
+
+
+def launch(flags: Flags, given: set[str]) -> int:
+    """Train as this rank, or start the ranks that --spawn asks for; return the exit code."""
+    # When a rank is lost, torch's code for NCCL would log pages before our one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    # Triton would log its whole program before it raises an error.
+    logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
+    if "hang-report" in flags.use:  # It reads the flight recorder, which is off by default.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")
+    # Block the stop signals until stop_signals() or spawn() can take them.
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+    if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
+        return run_rank(flags, given)
+    if "RANK" in os.environ:
+        raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
+    gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
+    size = flags.spawn or gpus or ddp_setup.available_cpus()
+    if flags.device == "cuda" and size > gpus:
+        raise click.UsageError(f"--device cuda: {size} ranks need as many GPUs, here are {gpus}")
+    return ddp_setup.spawn(program, size, timeout=flags.timeout)
+
+
+def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
+    """Take the defaults of the flags from the TOML file of --config."""
+    if path is None:
+        return
+    try:
+        table = tomllib.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise click.UsageError(f"--config {path}: {reason}") from error
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    for name in values:
+        check_name(name, OPTIONS, f"--config {path}: key")
+    ctx.default_map = {**values, "sample": values, "eval": values}
+
+
+def check_environment(group: click.Group) -> None:
+    """Raise UsageError if a variable that begins with DDPKIT_ names no flag."""
+    commands: dict[str, click.Command] = {"DDPKIT": group}
+    commands |= {f"DDPKIT_{name.upper()}": command for name, command in group.commands.items()}
+    known = {
+        f"{option.envvar or f'{prefix}_{option.name}'.upper()}"
+        for prefix, command in commands.items()
+        for option in command.params
+    }
+    for name in os.environ:
+        if name.startswith("DDPKIT_"):
+            check_name(name, known, "environment variable")
+
+
+def check_name(name: str, known: Iterable[str], what: str) -> None:
+    """Raise UsageError, with the most similar names, if `name` is not one of `known`."""
+    if name not in known:
+        similar = " or ".join(difflib.get_close_matches(name, known, n=2, cutoff=0))
+        raise click.UsageError(f"{what} {name!r} is not a flag; did you mean {similar}?")
+
+
 @click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)
+@click.option(
+    "--config",
+    metavar="FILE",
+    help="A TOML file of flags, with lines such as `batch-size = 64`.",
+    callback=read_config,
+    is_eager=True,
+    expose_value=False,
+)
 @click.group(
     "run.py",
     commands=[sample, evaluate],
@@ -867,42 +1102,61 @@ def cli(**values: Any) -> int:
       torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 
     Started again with the same --out, a run continues where it stopped. Every flag can also be an
-    environment variable (DDPKIT_BATCH_SIZE), or with extras/ a line in a --config file. The command
-    line wins.
+    environment variable (DDPKIT_BATCH_SIZE), or a line in a --config file. The command line wins.
     """
     ctx = click.get_current_context()
     source = click.core.ParameterSource
+    check_environment(cli)
     if command := ctx.invoked_subcommand:
         if source.COMMANDLINE in map(ctx.get_parameter_source, values):
             raise click.UsageError(f"give flags after the command: {command} has flags of its own")
         return DONE
-    given = {name for name in values if ctx.get_parameter_source(name) is not source.DEFAULT}
     flags = Flags(**values)
-    # When a rank is lost, torch's code for NCCL would log pages before our one line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    # Block the stop signals until stop_signals() or spawn() can take them.
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
-    if flags.spawn is None or "SPAWNED_BY" in os.environ:  # This process is a rank.
-        return train(flags, given)
-    if "RANK" in os.environ:
-        raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
-    gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
-    size = flags.spawn or gpus or ddp_setup.available_cpus()
-    return ddp_setup.spawn([sys.executable, *sys.orig_argv[1:]], size, flags.timeout)
+    # "auto" is as if the flag were not given: a resumed run keeps what it had.
+    given = {
+        name
+        for name in values
+        if ctx.get_parameter_source(name) is not source.DEFAULT and values[name] != "auto"
+    }
+    return launch(flags, given)
 
 
-with optional:
-    extra("commands").add_commands(cli, extra, usage_errors, open_storage, newest_checkpoint)
-with optional:
-    extra("flags").extend(cli, "DDPKIT")
+def add_commands() -> None:
+    """Add the commands of extras/commands.py, if that file is there."""
+    with suppress(FileNotFoundError):
+        for command in extra("commands").COMMANDS:
+            cli.add_command(command)
 
 
-def main() -> None:
-    """Run the command line and exit with its code.
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process, and return its exit code.
 
-    Expected errors become one line. Others get a traceback, unless extras/hints.py knows a remedy.
+    Expected errors become one line.
     """
+    try:
+        if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+            with usage_errors():
+                extra("slurm").set_launch_env_(os.environ)
+        add_commands()
+        return cli.main(args, prog_name="run.py", standalone_mode=False) or DONE
+    except SystemExit as error:  # process_group raises it if another rank reports the error
+        return error.code if isinstance(error.code, int) else FAILED
+    except click.ClickException as error:
+        say("Error: " + " ".join(error.format_message().split()), error=True)
+        return error.exit_code
+    except FloatingPointError as error:  # The training diverged, or replicas differ.
+        if os.environ.get("RANK", "0") == "0":  # All ranks raise it.
+            say(f"Error: {error}", error=True)
+    except OSError as error:  # A rank was lost, or output was not written.
+        say(f"Error: {error}", error=True)
+    except Exception as error:
+        text = describe_error(error)
+        say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
+    return FAILED
+
+
+def program() -> None:
+    """Run the command line of this process, and end the process."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # Python sets a closed stream to None.
         stream.reconfigure(errors="replace")  # for characters that a terminal does not have
@@ -917,26 +1171,7 @@ def main() -> None:
     # In an import of torch, KeyboardInterrupt can get lost or leave torch incomplete. train and
     # spawn replace this handler.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    code = FAILED
-    try:
-        if "SLURM_STEP_NUM_TASKS" in os.environ:
-            # Without this extra, ddp_setup refuses more than one task of SLURM.
-            with usage_errors(), optional:
-                extra("slurm").set_launch_env_(os.environ)
-        code = cli.main(standalone_mode=False) or DONE
-    except SystemExit as error:  # process_group raises it if another rank reports the error
-        code = error.code if isinstance(error.code, int) else FAILED
-    except click.ClickException as error:
-        say("Error: " + " ".join(error.format_message().split()), error=True)
-        code = error.exit_code
-    except (OSError, FloatingPointError) as error:
-        # A rank was lost, output was not written, the training diverged, or the replicas differ.
-        say(f"Error: {error}", error=True)
-    except Exception as error:
-        text = f"{error!r}\n{traceback.format_exc()}"
-        with suppress(Exception):  # no extra, or too little memory to import it
-            text = extra("hints").one_line(error) or text
-        say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
+    code = main()
     # os._exit ends the process even if a save hangs, but it skips atexit and the flush.
     atexit._run_exitfuncs()
     with suppress(OSError):
@@ -945,4 +1180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program()

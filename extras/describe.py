@@ -45,8 +45,6 @@ def describe(state: dict[str, Any], metrics: str, config: str) -> str:
             records += [record] if record["step"] <= state["step"] else []
     with suppress(ValueError, TypeError):
         run = dict(json.loads(config))
-    counted = [record["step"] for record in records if "tokens" in record][-1:]
-    at_step = "" if counted in ([], [state["step"]]) else f"at step {counted[0]:,}: "
     c, v, weights = state["config"], state["vocabulary"], _weights(state)
     parameters = sum(weight.numel() for weight in weights)
     shown = {
@@ -54,7 +52,7 @@ def describe(state: dict[str, Any], metrics: str, config: str) -> str:
         f"block size {c['block_size']}",
         "vocabulary": f"{v['vocab']} tokens of kind {v['kind']}",
         "parameters": f"{parameters:,} ({_size(weights)}; optimizers {_size(_moments(state))})",
-        "trained": f"{state['step']:,} steps; {at_step}{_last(records, 'tokens', ',')} tokens, "
+        "trained": f"{state['step']:,} steps; {_last(records, 'tokens', ',')} tokens, "
         f"{_last(records, 'epoch', '.4g')} epochs",
         "loss": f"training {_last(records, 'loss', '.4f')}, "
         f"validation {_last(records, 'val_loss', '.4f')}",

@@ -1,15 +1,14 @@
-"""Write models for other programs: Hugging Face's GPT-2, nanoGPT, and safetensors files.
+"""Write models for other programs: Hugging Face's GPT-2, and safetensors files.
 
     model = (config, vocabulary, weights)                            # see Model in exchange.py
     write(model, "hf", "gpt2-mine", exchange.to_gpt2, exchange.make_tokenizer)
     model = AutoModelForCausalLM.from_pretrained("gpt2-mine")        # in transformers
 
-Needs torch, and safetensors for all formats but nanoGPT's.
+Needs torch and safetensors.
 """
 
 import json
 import os
-import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,15 +22,15 @@ def write(
     model: tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]],
     format: str,
     path: str,
-    to_gpt2: Callable[[dict[str, Tensor], int, bool], dict[str, Tensor]],
+    to_gpt2: Callable[[dict[str, Tensor], int], dict[str, Tensor]],
     make_tokenizer: Callable[[str, str], Any],
 ) -> None:
-    """Write a model to `path`: a folder for "hf" and "nanogpt", a file for "safetensors".
+    """Write a model to `path`: a folder for "hf", a file for "safetensors".
 
     model: config, vocabulary and weights, as in exchange.Model. to_gpt2 and make_tokenizer: these
     functions of exchange.py; "safetensors" does not use them.
-    `path` must not exist; it appears when all of it is written. ValueError if the format cannot
-    hold the architecture. ImportError names a missing package.
+    `path` must not exist, and its folder must exist. It appears when all of it is written.
+    ValueError if the format cannot hold the architecture. ImportError names a missing package.
     """
     config, vocabulary, weights = model
     if format != "safetensors" and config["arch"] != "gpt2":
@@ -42,16 +41,12 @@ def write(
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; choose another path")
     target = Path(os.path.abspath(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {target.parent}")
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as folder:
         temporary = Path(folder, target.name)
         if format == "hf":
             bare = vocabulary["kind"] == "ids"
             tokenizer = None if bare else make_tokenizer(vocabulary["kind"], vocabulary["chars"])
-            write_hf(config, tokenizer, to_gpt2(weights, config["layers"], True), temporary)
-        elif format == "nanogpt":
-            write_nanogpt(config, vocabulary, to_gpt2(weights, config["layers"], False), temporary)
+            write_hf(config, tokenizer, to_gpt2(weights, config["layers"]), temporary)
         else:
             write_safetensors(config, vocabulary, weights, temporary)
         os.rename(temporary, target)
@@ -75,7 +70,7 @@ def write_hf(
         "n_layer": config["layers"],
         "n_head": config["heads"],
         "n_embd": config["embd"],
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.get("dropout", 0.0)),
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         **dict.fromkeys(("bos_token_id", "eos_token_id")),
         "dtype": "float32",
     }
@@ -93,43 +88,6 @@ def write_hf(
     save_safetensors(weights, folder / "model.safetensors")
 
 
-def write_nanogpt(
-    config: dict[str, Any], vocabulary: dict[str, Any], weights: dict[str, Tensor], folder: Path
-) -> None:
-    """Write ckpt.pt and, for characters, the meta.pkl that nanoGPT's sample.py looks for.
-
-    weights: GPT-2's names, matrices (out, in). Put the folder into nanoGPT's data/ under the same
-    name. Training cannot be resumed there, because the state of the optimizer is missing.
-    """
-    model_args = {
-        "n_layer": config["layers"],
-        "n_head": config["heads"],
-        "n_embd": config["embd"],
-        "block_size": config["block_size"],
-        "bias": True,
-        "vocab_size": config["vocab"],
-        "dropout": config.get("dropout", 0.0),
-    }
-    state = {
-        "model": {**weights, "lm_head.weight": weights["transformer.wte.weight"]},
-        "model_args": model_args,
-        "vocabulary": vocabulary,
-        "config": {"dataset": folder.name},
-    }
-    folder.mkdir()
-    with open(folder / "ckpt.pt", "wb") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:  # torch hides an OSError, for example of a full disk
-            raise error.__context__ if isinstance(error.__context__, OSError) else error
-    if vocabulary["kind"] == "char":
-        chars = vocabulary["chars"]
-        ids = {char: i for i, char in enumerate(chars)}
-        meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": ids}
-        # These are plain values only, so reading the pickle runs no code.
-        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-
-
 def write_safetensors(
     config: dict[str, Any], vocabulary: dict[str, Any], weights: dict[str, Tensor], path: Path
 ) -> None:
@@ -142,14 +100,8 @@ def write_safetensors(
 def save_safetensors(weights: dict[str, Tensor], path: Path, **header: str) -> None:
     """Write a safetensors file with texts in its header. No two tensors may share memory."""
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError:
         raise ImportError("pip install safetensors to exchange models") from None
-    path.touch()
-    mode = path.stat().st_mode  # as the user's umask says; save_file lets only the owner read
-    try:
-        save_file(weights, path, {"format": "pt", **header})
-    except SafetensorError as error:  # for example of a full disk
-        raise OSError(f"{path}: {error}") from None
-    path.chmod(mode)
+    # save_file would let only the owner read the file.
+    path.write_bytes(save(weights, {"format": "pt", **header}))

@@ -8,13 +8,16 @@
     padded, padded_loss = pad_steps(steps, loss_fn)
     for step, report in train_(model, [optimizer], padded, padded_loss, sync_each=True):
         ...
-    mean = evaluate(model, *pad_batches(model, batches, loss_fn))  # for "zero" and "fsdp"
+
+    # For "zero" and "fsdp".
+    padded, padded_loss, stop = pad_batches(model, batches, loss_fn)
+    mean = evaluate(model, padded, padded_loss, stop=stop)
 
 `train_` and `evaluate` are those of loop.py. A loss function returns (sum, count).
 
 In training with "fsdp" and in evaluations, passes gather parameters (with "zero", only the first
 pass of an evaluation). So all ranks must run the same number of passes. pad_steps and pad_batches
-add passes with weight 0 on ranks that have fewer. Use their two results together, on all ranks.
+add passes with weight 0 on ranks that have fewer. Use all their results together, on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,8 +141,8 @@ def pad_steps(
 
     Returns (steps, loss_fn) for loop.train_ with sync_each=True. Each rank needs at least one
     micro-batch in each step.
-    timeout: in seconds. A rank waits for the others up to twice as long. If the default group has
-        gloo, its own timeout applies.
+    timeout: for how long a rank waits for the others, in seconds. If the default group has gloo,
+        its own timeout applies.
     """
     return _padded_steps(steps, timeout), partial(_padded_loss, loss_fn)
 
@@ -149,50 +152,59 @@ def _padded_steps(
 ) -> Iterator[tuple[list[Padded], float]]:
     with _cpu_group(timeout) as group:
         for batches, total in steps:
-            missing = _largest(len(batches), group) - len(batches)
+            (most,) = _largest(group, len(batches))
+            missing = most - len(batches)
             added = repeat(Padded(batches[0], True), missing)
             yield [*(Padded(batch, False) for batch in batches), *added], total
 
 
 def pad_batches(
-    model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, timeout: float = 600.0
-) -> tuple[Iterator[Padded], LossFn]:
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFn,
+    timeout: float = 600.0,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[Iterator[Padded], LossFn, Callable[[], bool]]:
     """Add batches to an evaluation, so that all ranks have the same number of them.
 
-    Returns (batches, loss_fn) for loop.evaluate. A rank without batches gets the first batch of
-    another rank, which must be possible to pickle.
+    Returns (batches, loss_fn, stop) for loop.evaluate. A rank without batches gets the first batch
+    of another rank, which must be possible to pickle.
     timeout: see pad_steps.
+    stop: is called before each batch. If it returns true on any rank, the returned `stop` is true
+        on all ranks before the same batch. If one rank left the evaluation alone, the others would
+        wait for its parameters.
     """
-    return _padded_batches(model, batches, timeout), partial(_padded_loss, loss_fn)
+    stopping = 0
 
+    def padded() -> Iterator[Padded]:
+        nonlocal stopping
+        remaining = iter(batches)
+        first = list(islice(remaining, 1))
+        try:
+            with _cpu_group(timeout) as group:
+                spare = _lend_first(first, group)
+                mine = (Padded(batch, False) for batch in chain(first, remaining))
+                while True:
+                    batch = next(mine, None)
+                    any_left, stopping = _largest(group, batch is not None, stop())
+                    if not any_left:
+                        return
+                    yield batch or Padded(spare[0], True)
+        finally:
+            for module in model.modules():
+                if hasattr(module, "set_requires_gradient_sync"):  # only FSDP's modules have it
+                    cast(Any, module).reshard()
 
-def _padded_batches(model: nn.Module, batches: Iterable[Any], timeout: float) -> Iterator[Padded]:
-    batches = iter(batches)
-    first = list(islice(batches, 1))
-    try:
-        with _cpu_group(timeout) as group:
-            spare = _lend_first(first, group)
-            for batch in chain(first, batches):
-                _largest(1, group)
-                yield Padded(batch, False)
-            while _largest(0, group):  # 1 as long as another rank has a batch
-                yield Padded(spare[0], True)
-    finally:
-        for module in model.modules():
-            if hasattr(module, "set_requires_gradient_sync"):  # only FSDP's modules have it
-                cast(Any, module).reshard()
+    return padded(), partial(_padded_loss, loss_fn), lambda: bool(stopping)
 
 
 def _lend_first(first: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """Return `first`, or if it is empty, that of another rank."""
-    fewest = -_largest(-len(first), group)
-    if fewest or not dist.is_initialized():
-        return first
-    rank, size = dist.get_rank(), dist.get_world_size()
-    lender = -_largest(-(rank if first else size), group)
+    """Return `first`, or if it is empty, that of the lowest rank that has one."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    missing, lender = _largest(group, not first, size - rank if first else 0)
     lent = [first]
-    if lender < size:
-        dist.broadcast_object_list(lent, lender, group)
+    if missing and lender:
+        dist.broadcast_object_list(lent, size - lender, group)
     return first or lent[0]
 
 
@@ -212,8 +224,7 @@ def _cpu_group(timeout: float) -> Iterator[dist.ProcessGroup | None]:
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         yield None
         return
-    # twice, so that process_group of ddp_setup reports a hang first
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     try:
         yield group
     finally:
@@ -221,13 +232,12 @@ def _cpu_group(timeout: float) -> Iterator[dist.ProcessGroup | None]:
             dist.destroy_process_group(group)
 
 
-def _largest(number: int, group: dist.ProcessGroup | None) -> int:
-    """Return the largest number of all ranks. All ranks must call it."""
-    if not dist.is_initialized():
-        return number
-    largest = torch.tensor(number)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return int(largest)
+def _largest(group: dist.ProcessGroup | None, *numbers: int) -> list[int]:
+    """Return the largest of all ranks for each of the numbers. All ranks must call it."""
+    largest = torch.tensor(numbers, dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
 
 
 def compress_(replica: nn.Module) -> None:

@@ -19,15 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Triple = Sequence[float]  # the coefficients (a, b, c) of an iteration
+Coefficients = Sequence[float]  # (a, b, c)
 
 
 class Muon(torch.optim.Muon):
-    """Updates matrices as torch.optim.Muon does. Both have the same state_dict.
+    """Updates matrices as torch.optim.Muon does. Both have the same arguments and state_dict.
 
-    ns_coefficients: (a, b, c) for all ns_steps iterations, or a list of such triples, one per
-        iteration. With a list, ns_steps is not used, and torch.optim.Muon cannot continue from the
-        state.
     dtype: of the iterations. With float32, runs on different numbers of ranks differ less.
     distribute: If true, each rank of the default process group orthogonalises its part of each
         batch. The gradients must be equal on all ranks, as under DistributedDataParallel.
@@ -36,7 +33,7 @@ class Muon(torch.optim.Muon):
     `distribute` or DTensors, all ranks must call step together.
 
     If the attribute `found_inf`, a scalar tensor, is not 0, step changes nothing. loop.py and
-    torch.amp.GradScaler set it.
+    torch.amp.GradScaler set it. To copy the optimizer, build a new one and load the state_dict.
     """
 
     def __init__(
@@ -49,12 +46,9 @@ class Muon(torch.optim.Muon):
         super().__init__(*args, **settings)
         # load_state_dict would replace settings in the parameter groups.
         self.dtype, self.distribute = dtype, distribute
-        self._step_supports_amp_scaling = True  # step uses grad_scale and found_inf
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Keep these attributes for copy and pickle. Optimizer would omit them."""
-        names = "dtype", "distribute", "_step_supports_amp_scaling"
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+        # Private. GradScaler and loop.py give found_inf and grad_scale to step only if this is set.
+        # Without it, the host would wait for the device in each step.
+        self._step_supports_amp_scaling = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -105,10 +99,13 @@ def descend_(
 
     updates: of DTensors, the local parts. settings: a parameter group.
     """
-    lr, triples = float(settings["lr"]), settings["ns_coefficients"]
-    if isinstance(triples[0], (int, float)):
-        triples = [triples] * settings["ns_steps"]
-    orthogonalize = partial(newton_schulz, triples=triples, eps=settings["eps"])
+    lr = float(settings["lr"])
+    orthogonalize = partial(
+        newton_schulz,
+        coefficients=settings["ns_coefficients"],
+        steps=settings["ns_steps"],
+        eps=settings["eps"],
+    )
     several = distribute and dist.is_initialized() and dist.get_world_size() > 1
     shapes: dict[torch.Size, list[int]] = {}
     for i, p in enumerate(params):
@@ -150,8 +147,9 @@ def lr_factor(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def newton_schulz(x: Tensor, triples: Sequence[Triple], eps: float) -> Tensor:
-    """Orthogonalise the matrices of a batch x (N, rows, columns) with one iteration per triple."""
+def newton_schulz(x: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
+    """Orthogonalise the matrices of a batch x (N, rows, columns) with `steps` iterations."""
+    a, b, c = coefficients
     rows, columns = x.shape[1:]
     tall = rows > columns
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
@@ -159,36 +157,32 @@ def newton_schulz(x: Tensor, triples: Sequence[Triple], eps: float) -> Tensor:
     # With sides n < m, three iterations need 6 n^2 m + 3 n^3 multiplications on x, but 9 n^3 +
     # 2 n^2 m on its Gram matrix. With five in a row, rounding errors let a training diverge.
     at_once = 3 if max(rows, columns) > 1.5 * min(rows, columns) else 1
-    for start in range(0, len(triples), at_once):
+    for done in range(0, steps, at_once):
         gram = x.mT @ x if tall else x @ x.mT
         if at_once > 1:
-            product = gram_iterations(gram, triples[start : start + at_once])
+            product = gram_iterations(gram, coefficients, min(at_once, steps - done))
             x = x @ product if tall else product @ x
         else:
-            a, b, c = triples[start]
             z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.baddbmm(x, x, z, beta=a) if tall else torch.baddbmm(x, z, x, beta=a)
     return x
 
 
-def gram_iterations(gram: Tensor, triples: Sequence[Triple]) -> Tensor:
+def gram_iterations(gram: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
     """Return Q (N, n, n), such that Q x is the result of these iterations on x (N, n, m).
 
     gram: A = x x^T, (N, n, n). With P = a I + b A + c A A, an iteration replaces x by P x, so A by
     P P A and Q by P Q.
     """
-    q: Tensor | None = None
-    for i, (a, b, c) in enumerate(triples, 1):
-        z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # P without a I
-        if i < len(triples):
-            gram = torch.baddbmm(gram, z, gram, beta=a)
-            gram = torch.baddbmm(gram, z, gram, beta=a)
-        if q is None:
-            q = z
-            q.diagonal(dim1=1, dim2=2).add_(a)
-        else:
-            q = torch.baddbmm(q, z, q, beta=a)
-    assert q is not None
+    a, b, c = coefficients
+    z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # P without a I
+    q = z.clone()
+    q.diagonal(dim1=1, dim2=2).add_(a)
+    for _ in range(1, steps):
+        gram = torch.baddbmm(gram, z, gram, beta=a)
+        gram = torch.baddbmm(gram, z, gram, beta=a)
+        z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        q = torch.baddbmm(q, z, q, beta=a)
     return q
 
 

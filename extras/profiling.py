@@ -3,9 +3,8 @@
     for step, report in traced(train_(...), 5, "trace.json"):
         ...                                  # the trace includes the time of this block
 
-In run.py, add this line before the loop of `train`:
-
-    training = extra("profiling").traced(training, 5, "trace.json") if rank0 else training
+In `train` of run.py, wrap the call of `loop.train_` in the same way, with the path
+f"trace-{world.rank}.json".
 
 Needs torch.
 """

@@ -94,7 +94,7 @@ def _save(
         entry = ckpt.save(local, state, step, loss)
         _make_folder(url)
         _upload_texts(texts, url)
-        _upload(ckpt, f"{local}/{entry.name}", url, entry)
+        _upload(f"{local}/{entry.name}", url, entry.name)
     try:
         for other in _list_checkpoints(ckpt, url):
             if other.step == step and other != entry:
@@ -106,23 +106,18 @@ def _save(
     return entry
 
 
-def _upload(ckpt: ModuleType, file: str, url: str, entry: Any) -> None:
-    """Upload the file of a checkpoint, unless it is there already and verifies.
+def _upload(file: str, url: str, name: str) -> None:
+    """Upload the file of a checkpoint.
 
-    If the storage is not an object store, an upload that fails leaves a part of the file, and a
-    good file of that name is lost. So the part is deleted, and a good file is not written again.
+    If the storage is not an object store, an upload that fails leaves a part of the file, which is
+    then deleted.
     """
     with _file_system(url) as (fs, path):
-        target = f"{path}/{entry.name}"
-        if fs.exists(target):  # _load would not find out: smb raises no FileNotFoundError
-            with suppress(ValueError):  # damaged
-                _load(ckpt, url, entry)
-                return
         try:
-            fs.put_file(file, target)
+            fs.put_file(file, f"{path}/{name}")
         except BaseException:
             with suppress(Exception):
-                fs.rm_file(target)
+                fs.rm_file(f"{path}/{name}")
             raise
 
 
@@ -237,20 +232,18 @@ def download(url: str) -> list[str]:
     downloads and the others wait. If a website sends no ETag and no time, a change that keeps the
     size is not noticed. Old copies are not deleted.
 
-    FileNotFoundError if no file matches, IsADirectoryError if a folder does. (A page of a website
-    is a folder only if its URL ends with "/" and it has links.) OSError if a file changes during
-    the download, except at http:// and https://.
+    FileNotFoundError if no file matches, IsADirectoryError if a folder does, except at http:// and
+    https://. Files must not change during the download.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     with _file_system(url) as (fs, path):
         names = [path] if fs.exists(path) else sorted(fs.glob(path))
-        # For http, isdir() is true for any text that has links. So it is not used for files.
-        if any(fs.isdir(name) for name in names if "://" not in name or url.endswith("/")):
+        # For http, isdir() is true for any text that has links.
+        if any(fs.isdir(name) for name in names if "://" not in name):
             raise IsADirectoryError(f"{url}: is a folder; name its files, e.g. '{url}/*.txt'")
         if not names and "://" in path:  # exists() of http hides the server's error; this raises it
             with suppress(FileNotFoundError):
                 fs.cat_file(path, end=1)
-        # All versions first, from one listing: a download clears fsspec's cache of it.
         versions = [f"{fs.unstrip_protocol(name)} {_version(fs, name)}" for name in names]
         digests = [hashlib.sha256(version.encode()).hexdigest()[:32] for version in versions]
         folders = [os.path.join(cache, "ddpkit", digest) for digest in digests]
@@ -294,32 +287,16 @@ def _copy_once(fs: Any, name: str, folder: str) -> str:
 
 
 def _download_file(fs: Any, name: str, copy: str) -> None:
-    """Make a durable copy. OSError if its size is wrong, or if the file changes meanwhile."""
-    fs.invalidate_cache()
-    before = _version(fs, name)
+    """Make a durable copy. OSError if its size is wrong."""
     fs.get_file(name, copy)
-    fs.invalidate_cache()
-    after, size = _version(fs, name), os.path.getsize(copy)
-    if after[0] not in (size, None):
-        raise OSError(f"{fs.unstrip_protocol(name)}: got {size} of {after[0]} bytes")
-    if after != before and "://" not in name:  # http reads a file in one part
-        raise OSError(f"{name}: was changed during the download; start again")
+    expected, size = fs.info(name).get("size"), os.path.getsize(copy)
+    if expected not in (size, None):
+        raise OSError(f"{fs.unstrip_protocol(name)}: got {size} of {expected} bytes")
     with open(copy, "rb+") as file:
         os.fsync(file.fileno())
 
 
 # ------------------------------------------------------------------------------------------ errors
-
-
-def _has_password(url: str) -> bool:
-    """Return whether a URL, or a part of a chained one (simplecache::ftp://...), has a password.
-
-    What is between the first ":" and the last "@" is one, unless it begins with a port or belongs
-    to the path. It can contain "/" and "#".
-    """
-    rests = (part.partition("://")[2] for part in url.split("::"))
-    users = (rest.rpartition("@")[0] for rest in rests)
-    return any(re.match(r"[^/?#]*:(?!\d*[/?#])", user) for user in users)
 
 
 class NoAnswer(PermissionError):
@@ -332,7 +309,7 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
 
     Some errors keep their type: see the beginning of this file.
     """
-    if _has_password(url):
+    if re.search("://[^/?#]*:[^/?#]*@", url):
         raise ValueError(
             "a URL must not contain a password, because URLs are written to logs and checkpoints: "
             "set an environment variable, such as FSSPEC_FTP_PASSWORD for ftp"

@@ -8,13 +8,13 @@ gradient is not found, because the all-reduce spreads it to all ranks.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 # The integer type with the size of an element, in bytes
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,7 +34,8 @@ def verify_replicas(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         return
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):  # DTensors
         return
-    own = fingerprint(tensors_of(model, optimizers))
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    own = fingerprint(tensors_in([*model.parameters(), *states]))
     everyone = own.new_zeros(dist.get_world_size())
     everyone[dist.get_rank()] = own
     dist.all_reduce(everyone)
@@ -52,18 +53,19 @@ def verify_replicas(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     )
 
 
-def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    """Yield the parameters and all tensors in the states of the optimizers, in a fixed order."""
-    yield from model.parameters()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                values = tree_leaves([state[key] for key in sorted(state)])  # also those in lists
-                yield from filter(torch.is_tensor, values)
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples, in the same order on all ranks."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from tensors_in(value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
 
 
-def fingerprint(tensors: Iterator[Tensor]) -> Tensor:
+def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     """Return an int64 scalar, on the first tensor's device, that changes if any one bit changes.
 
     It is the sum of the bit patterns of all elements, modulo 2^64. The sum of the i-th tensor is

@@ -1,6 +1,6 @@
 """Save and load a checkpoint of which each rank writes and reads its own shards.
 
-    files = storage(ckpt, reader.read, write_sharded=True)      # ckpt: the module
+    files = storage(ckpt, write_sharded=True)                   # ckpt: the module
     files.make_folder("out")
     files.check_shared_folder("out")
     state = files.snapshot(model, optimizers, step=400)
@@ -9,48 +9,38 @@
     found = files.newest("out")[0] if rank == 0 else None
     files.restore_(found.state if found else {}, model, optimizers)
 
-Every rank must run these lines, and all must share the folder "out". Tensors may be sharded along
-their first dimension only. The checkpoint is a folder with one file of torch.distributed.checkpoint
-(DCP) per rank, and manifest.json, which has the SHA-256 of the files, the places of the shards and
-the rest of the state. DCP cannot open it: .metadata is missing, since a pickle can run code.
+Every rank must run these lines, and all must share the folder "out". Tensors may be sharded with
+Shard(0) over a mesh of one dimension only. The checkpoint is a folder. In it is a file of each
+rank, in which each tensor is written by torch.save. The file manifest.json has the SHA-256 of these
+files, the places of the tensors in them, and the rest of the state.
 """
 
 import io
 import json
 import os
-import re
 import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor import DTensor, Shard
 
 State = dict[str, Any]
 Optimizers = Sequence[torch.optim.Optimizer]
-Read = Callable[[BinaryIO], Any]  # reads what torch.save wrote, or raises ValueError
-Group = dist.ProcessGroup
 MANIFEST = "manifest.json"
 STORAGE_TIMEOUT = timedelta(hours=1)  # for the slowest disk
 
 
-def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespace:
+def storage(ckpt: ModuleType, write_sharded: bool) -> SimpleNamespace:
     """Return the functions of ckpt.py, for a folder that can have sharded checkpoints.
 
     write_sharded: every rank must then call this, `snapshot`, `save` and `restore_`. `load` and
@@ -59,19 +49,18 @@ def storage(ckpt: ModuleType, read: Read, write_sharded: bool) -> SimpleNamespac
     `restore_`, the ranks wait within this timeout for the slowest one.
     """
     save_one = ckpt.save
-    load_any = partial(load, ckpt, None if write_sharded else read)
+    load_any = partial(load, ckpt, write_sharded)
     functions = vars(ckpt) | {
         "load": load_any,
         "newest": partial(ckpt.newest, load=load_any),
         "prune": partial(prune, ckpt),
-        "set_aside": partial(set_aside, ckpt),
         "check_shared_folder": partial(check_shared_folder, ckpt),
     }
     if write_sharded:
         group = dist.new_group(backend="gloo", timeout=STORAGE_TIMEOUT)
         save_one = partial(write, ckpt, group)
         functions["snapshot"] = partial(snapshot, ckpt)
-        functions["restore_"] = partial(restore_, ckpt, read)
+        functions["restore_"] = partial(restore_, ckpt)
 
     def save(
         folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
@@ -112,7 +101,7 @@ def remove(ckpt: ModuleType, folder: str, name: str) -> None:
     """Delete a checkpoint, if it exists. An OSError is only a warning."""
     path = Path(folder, name)
     try:
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir():
             # What an interrupted deletion leaves must not have the name of a checkpoint.
             path = path.rename(Path(folder, ckpt.TEMPORARY + uuid.uuid4().hex))
             ckpt.fsync_folder(folder)
@@ -128,13 +117,6 @@ def prune(ckpt: ModuleType, folder: str, keep: int) -> None:
     """Delete superseded checkpoints, as ckpt.prune does."""
     for entry in ckpt.superseded(ckpt.list_checkpoints(folder), keep):
         remove(ckpt, folder, entry.name)
-
-
-def set_aside(ckpt: ModuleType, folder: str, name: str) -> None:
-    """Add ".damaged" to the name of a checkpoint. An earlier one with that name is deleted."""
-    if Path(folder, name).is_dir():  # no folder can replace another one
-        remove(ckpt, folder, f"{name}.damaged")
-    ckpt.set_aside(folder, name)
 
 
 # -------------------------------------------------------------------------------------------- write
@@ -172,27 +154,41 @@ def snapshot(ckpt: ModuleType, model: nn.Module, optimizers: Optimizers, **more:
     a tensor, and values of `more` that JSON changes, such as tuples, NaN and keys that are numbers.
     """
     for name, value in more.items():
-        try:
-            is_kept = json.loads(json.dumps(value)) == value
-        except TypeError:  # for example, of a tensor
-            is_kept = False
-        if not is_kept:
+        if json.loads(json.dumps(value, default=repr)) != value:
             raise ValueError(f"JSON cannot represent {name}; a sharded checkpoint cannot have it")
     model = ckpt.unwrap(model)
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors, names = _state_tensors(ckpt, model, optimizers)
     buffers = {f"model.{name}" for name, _ in model.named_buffers()}
+    parts = {}
     by_size = sorted(tensors, key=lambda name: -tensors[name].nbytes)  # for about equal parts
-    writers = {name: 0 if name in buffers else i % size for i, name in enumerate(by_size)}
-    mine = [n for n in by_size if writers[n] == rank or isinstance(tensors[n], DTensor)]
-    copies = {name: tensors[name].to("cpu", copy=True) for name in mine}
-    parameters = ckpt.parameter_names(model, optimizers)
-    groups = [tree_map_only(nn.Parameter, parameters.get, o.param_groups) for o in optimizers]
-    return {"tensors": copies, "manifest": {"names": names, "optimizers": groups, "state": more}}
+    for i, name in enumerate(by_size):
+        tensor, writer = tensors[name], 0 if name in buffers else i % size
+        row, part = _local_part(tensor)
+        if len(part) if isinstance(tensor, DTensor) else writer == rank:
+            parts[name] = tensor.shape, row, part.to("cpu", copy=True)
+    empty: list[State] = [{} for _ in optimizers]
+    return {"tensors": parts, "manifest": {"names": names, "optimizers": empty, "state": more}}
+
+
+def _local_part(tensor: Tensor) -> tuple[int, Tensor]:
+    """Return the part of a tensor on this rank: (number of its first row, the rows)."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor
+    if [*tensor.placements] != [Shard(0)]:
+        raise ValueError(f"{tensor.placements}: a sharded checkpoint can have only (Shard(0),)")
+    mesh = tensor.device_mesh
+    rows = -(-len(tensor) // mesh.size())  # Shard divides like torch.chunk
+    return rows * mesh.get_local_rank(), tensor.to_local()
 
 
 def write(
-    ckpt: ModuleType, group: Group, folder: str, state: State, step: int, loss: float | None = None
+    ckpt: ModuleType,
+    group: dist.ProcessGroup,
+    folder: str,
+    state: State,
+    step: int,
+    loss: float | None = None,
 ) -> Any:
     """Write a snapshot as a checkpoint. Every rank must call this. Rank 0 gets the entry.
 
@@ -202,98 +198,89 @@ def write(
     temporary = Path(folder, f"{ckpt.TEMPORARY}{step}")
     first = dist.get_rank() == 0
     try:
-        # dcp.save would send many Python objects: for a minute with 1,024 ranks.
-        _on_all_ranks(
-            group,
-            partial(_write_shards, ckpt, temporary, state["tensors"]),
-            partial(_write_manifest, ckpt, temporary, state["manifest"]),
-        )
-        if first:
+        part = _call_together(group, partial(_write_shards, ckpt, temporary, state["tensors"]))
+        parts = [None] * dist.get_world_size() if first else None
+        dist.gather_object(part, parts, group=group)
+        if parts:
+            _write_manifest(ckpt, temporary, state["manifest"], parts)
             entry = ckpt.make_entry(step, loss, ckpt.sha256(temporary / MANIFEST)[:32], "")
             temporary.rename(Path(folder, entry.name))
             ckpt.fsync_folder(folder)
             return entry
     except (OSError, ValueError):
-        shutil.rmtree(temporary, ignore_errors=True)  # on each rank, as they may not share it
         if first:
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 
-def _on_all_ranks(
-    group: Group | None, function: Callable[[], Any], finish: Callable[[list[Any]], Any] = len
-) -> None:
-    """Call function() on every rank, then finish(list of the results) on rank 0.
+def _call_together(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> Any:
+    """Return function(). Every rank must call this. If it fails on a rank, all raise its error.
 
-    Every rank must call this. If a rank fails, all raise its error as OSError or ValueError. The
-    default `finish` has no effect.
+    The error is an OSError or a ValueError, with the rank in its text.
     """
+    result, failure = None, None
     try:
-        _DistWrapper(group, dist.is_initialized(), 0).all_reduce("", function, finish)
-    except dcp.CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        text = getattr(cause, "strerror", None) or f"{cause}".partition("\n")[0] or repr(cause)
-        kind = OSError if isinstance(cause, OSError) else ValueError
-        raise kind(f"rank {rank}: {text}") from None
+        result = function()
+    except Exception as error:
+        text = getattr(error, "strerror", None) or f"{error}".partition("\n")[0] or repr(error)
+        failure = (OSError if isinstance(error, OSError) else ValueError), text
+    failures: list[Any] = [failure]
+    if dist.is_initialized():
+        failures = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure, group)
+    for rank, failure in enumerate(failures):
+        if failure:
+            kind, text = failure
+            raise kind(f"rank {rank}: {text}")
+    return result
 
 
-def _write_shards(ckpt: ModuleType, path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write the file of this rank with DCP. Return [file, [size, digest], its shards] as JSON."""
-    ckpt.make_folder(f"{path}")  # DCP would not make new folders durable
-    planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner(State(tensors))
-    prefix = _StoragePrefix(f"__{dist.get_rank()}_")
-    plan = replace(planner.create_local_plan(), storage_data=prefix)
-    for item in plan.items:
-        tensor = torch.as_tensor(planner.resolve_data(item))
-        if item.index.fqn.startswith("model.") and tensor.isnan().any():
-            raise ValueError(f"{item.index.fqn} contains NaN")  # `_read_values_` would refuse it
-    try:
-        results = dcp.FileSystemWriter(path, per_thread_copy_ahead=0).write_data(plan, planner)
-    except RuntimeError as error:  # torch hides an OSError
-        raise error.__context__ if isinstance(error.__context__, OSError) else error
-    file = f"{prefix.prefix}0.distcp"
-    described = (path / file).stat().st_size, ckpt.sha256(path / file)
-    return json.dumps([file, described, _list_shards(plan, results.wait())])
+def _write_shards(ckpt: ModuleType, path: Path, parts: State) -> list[Any]:
+    """Write the file of this rank, durably. Return [file, its digest, its shards].
 
-
-def _list_shards(plan: dcp.SavePlan, results: list[WriteResult]) -> State:
-    """Return {name: [dtype, shape of the tensor, shard]} of one rank.
-
-    A shard is [its offsets in the tensor, its shape, file, offset in the file, length in bytes].
+    The shards are {name: [dtype, shape of the tensor, shard]}. A shard is
+    [its offsets in the tensor, its shape, file, offset in the file, length in bytes].
     """
-    places, table = {result.index: result.storage_data for result in results}, {}
-    for item in plan.items:
-        data, at = item.tensor_data, places[item.index]
-        assert data is not None
-        place = [at.relative_path, at.offset, at.length]
-        shard = [[*data.chunk.offsets], [*data.chunk.sizes], *place]
-        table[item.index.fqn] = [f"{data.properties.dtype}", [*data.size], shard]
-    return table
+    ckpt.make_folder(f"{path}")
+    file, shards = f"__{dist.get_rank()}_0.distcp", {}
+    with (path / file).open("wb") as opened:
+        for name, (shape, row, part) in parts.items():
+            if name.startswith("model.") and part.isnan().any():
+                raise ValueError(f"{name} contains NaN")  # `_read_values_` would refuse it
+            start = opened.tell()
+            try:
+                torch.save(part, opened)
+            except RuntimeError as error:  # torch.save hides an OSError
+                raise error.__context__ if isinstance(error.__context__, OSError) else error
+            offsets = [row, *[0] * len(shape)][: len(shape)]
+            place = [offsets, [*part.shape], file, start, opened.tell() - start]
+            shards[name] = [f"{part.dtype}", [*shape], place]
+        opened.flush()
+        os.fsync(opened.fileno())
+    return [file, ckpt.sha256(path / file), shards]
 
 
-def _write_manifest(ckpt: ModuleType, path: Path, manifest: State, parts: list[str]) -> None:
-    """Write the manifest, on rank 0. parts: what `_write_shards` returned."""
-    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
+def _write_manifest(ckpt: ModuleType, path: Path, manifest: State, parts: list[Any]) -> None:
+    """Write the manifest, on rank 0. parts: what `_write_shards` returned on each rank."""
     files, tensors = State(), State()
-    for part in parts:
-        file, described, table = json.loads(part)
-        if sizes.get(file) != described[0]:
-            raise OSError(f"rank 0 does not see {file}; all ranks must share the folder")
-        files[file] = described
-        for name, (dtype, shape, shard) in table.items():
+    for file, digest, shards in parts:
+        # Not all ranks may share the folder.
+        files[file] = [(path / file).stat().st_size, digest]
+        for name, (dtype, shape, shard) in shards.items():
             tensors.setdefault(name, [dtype, shape, []])[2].append(shard)
-    for _, _, shards in tensors.values():
-        shards.sort()
     manifest = manifest | {"files": files, "tensors": tensors}
     _outline(manifest)  # raises an error if `read_manifest` would
-    ckpt.write_text(path, MANIFEST, json.dumps(manifest, default=float))
+    ckpt.write_text(path, MANIFEST, json.dumps(manifest))
 
 
 # --------------------------------------------------------------------------------------------- read
 
 
 def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor]]:
-    """Return the manifest, and its tensors on the device "meta". ValueError if it is damaged."""
+    """Return the manifest, and its tensors on the device "meta". ValueError if it is damaged.
+
+    A forged manifest, with the right digest, can raise anything.
+    """
     file = path / MANIFEST
     if not file.is_file():  # opening a pipe might never end
         raise ValueError(
@@ -302,42 +289,25 @@ def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor
         )
     if not path.name.endswith(f"-{ckpt.sha256(file)[:32]}"):
         raise ValueError(f"damaged: {MANIFEST} does not have the digest in the name of the folder")
-    text = file.read_bytes()
-    try:
-        manifest: State = json.loads(text)
-        outline = _outline(manifest)
-        _build_state(manifest, outline)
-    except Exception as error:  # a forged manifest can raise anything
-        raise ValueError(f"not a manifest: {error!r}") from error
-    return manifest, outline
+    manifest: State = json.loads(file.read_bytes())
+    return manifest, _outline(manifest)
 
 
 def _outline(manifest: State) -> dict[str, Tensor]:
     """Return the tensors of a manifest on the device "meta".
 
-    Raise an error of any type unless the shards of each tensor are inside the files, are not
-    smaller than the tensor, and have each of its rows once, in order.
+    ValueError unless the shards of each tensor have each of its rows once, in order.
     """
     outline = {}
-    for name, (size, _) in manifest["files"].items():
-        if not re.fullmatch(r"[\w.]+", name) or type(size) is not int:
-            raise ValueError(f"{name} is not a file in the folder, with its size")
     for name, (dtype, shape, shards) in manifest["tensors"].items():
-        row = 0
-        for offsets, sizes, file, start, length in shards:
-            natural = all(type(n) is int and n >= 0 for n in (*offsets, *sizes, start, length))
-            if not natural or start + length > manifest["files"][file][0]:
-                raise ValueError(f"a shard of {name} is not inside its file")
-            begin = [row, *[0] * len(shape[1:])][: len(shape)]
-            if offsets != begin or sizes[1:] != shape[1:] or len(sizes) != len(shape):
-                break
-            row += sizes[0] if shape else 1
-        if not shards or row != (shape[0] if shape else 1):
-            raise ValueError(f"{name} is not sharded along its first dimension alone")
+        rows = 0
+        for offsets, sizes, *_ in shards:
+            if offsets[:1] == [rows][: len(shape)]:
+                rows += sizes[0] if shape else 1
+        if rows != (shape[0] if shape else 1):
+            raise ValueError(f"the shards of {name} are not the whole tensor")
         kind = getattr(torch, dtype.removeprefix("torch."))
         outline[name] = torch.empty(shape, dtype=kind, device="meta")
-        if outline[name].nbytes > sum(shard[4] for shard in shards):
-            raise ValueError(f"the shards of {name} are smaller than the tensor")
     return outline
 
 
@@ -345,74 +315,80 @@ def _build_state(manifest: State, tensors: dict[str, Tensor]) -> State:
     """Return the state in the layout of ckpt.snapshot."""
     moments: list[State] = [{} for _ in manifest["optimizers"]]
     for key, tensor in tensors.items():
-        if match := re.fullmatch(r"optimizers\.(\d+)\.(.+)\.([^.]+)", key):
-            moments[int(match[1])].setdefault(match[2], {})[match[3]] = tensor
-    pairs = zip(moments, manifest["optimizers"])
-    optimizers = [{"state": state, "param_groups": g} if state else {} for state, g in pairs]
+        if key.startswith("optimizers."):
+            _, i, rest = key.split(".", 2)
+            name, _, moment = rest.rpartition(".")
+            moments[int(i)].setdefault(name, {})[moment] = tensor
+    optimizers = [{"state": state} if state else {} for state in moments]
     model = {name: tensors[f"model.{first}"] for name, first in manifest["names"].items()}
     return {**manifest["state"], "model": model, "optimizers": optimizers}
 
 
-def load(ckpt: ModuleType, read: Read | None, folder: str, entry: Any) -> State:
+def load(ckpt: ModuleType, outline: bool, folder: str, entry: Any) -> State:
     """Read and verify a checkpoint. ValueError if it is damaged.
 
-    If `read` is None, the tensors of a sharded checkpoint are on the device "meta".
+    outline: if true, the tensors of a sharded checkpoint are on the device "meta".
     """
     if entry.name.endswith(".pt"):
         return dict(ckpt.load(folder, entry))
-    path = Path(folder, entry.name)
+    try:
+        return _load(ckpt, outline, Path(folder, entry.name))
+    except (OSError, ValueError, MemoryError):
+        raise
+    except Exception as error:  # a forged checkpoint can raise anything
+        raise ValueError(f"not a checkpoint: {error!r:.200}") from error
+
+
+def _load(ckpt: ModuleType, outline: bool, path: Path) -> State:
     manifest, tensors = read_manifest(ckpt, path)
-    for name, (size, digest) in manifest["files"].items():
+    size = 0
+    for name, (_, digest) in manifest["files"].items():
         file = path / name
-        if name == ".metadata":  # of an older version; it is not used, and `cp folder/*` omits it
-            continue
-        if not file.is_file() or file.stat().st_size != size or ckpt.sha256(file) != digest:
-            raise ValueError(f"damaged: {name} does not have the size and digest in the manifest")
-    if not read:
+        if not file.is_file() or ckpt.sha256(file) != digest:
+            raise ValueError(f"damaged: {name} does not have the digest in the manifest")
+        size += file.stat().st_size
+    if sum(tensor.nbytes for tensor in tensors.values()) > size:
+        raise ValueError("not a checkpoint: its files are smaller than its tensors")
+    if outline:
         return {**_build_state(manifest, tensors), "sharded_path": f"{path}"}
     values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-    _read_values_(values, read, path, manifest, tensors)
+    _read_values_(values, path, manifest)
     return _build_state(manifest, values)
 
 
-def _read_values_(
-    tensors: dict[str, Tensor], read: Read, path: Path, manifest: State, saved: dict[str, Tensor]
-) -> None:
+def _read_values_(tensors: dict[str, Tensor], path: Path, manifest: State) -> None:
     """Read the values of `tensors`; of a DTensor, the part of this rank.
 
-    manifest, saved: what `read_manifest` returned. ValueError if a shard is not as the manifest
-    says, or if the model has NaN.
+    ValueError if a shard is not as the manifest says, or if the model has NaN.
     """
-    metadata = State()
-    for name, (_, _, shards) in manifest["tensors"].items():
-        chunks = [dcp.ChunkStorageMetadata(torch.Size(s[0]), torch.Size(s[1])) for s in shards]
-        properties = TensorProperties(saved[name].dtype)
-        metadata[name] = dcp.TensorStorageMetadata(properties, saved[name].shape, chunks)
-    planner = dcp.DefaultLoadPlanner()
-    planner.set_up_planner(State(tensors), dcp.Metadata(metadata))
-    for item in planner.create_local_plan().items:
-        name, place = item.storage_index.fqn, item.storage_index.index
-        _, sizes, file, start, length = manifest["tensors"][name][2][place]
-        with (path / file).open("rb") as opened:
-            opened.seek(start)
-            record = io.BytesIO(opened.read(length))
-        try:
-            value = read(record)
-        except ValueError as error:
-            raise ValueError(f"not a checkpoint: {file}: {error}") from None
-        expected = saved[name].dtype, sizes
-        if not isinstance(value, Tensor) or (value.dtype, [*value.shape]) != expected:
-            raise ValueError(f"not a checkpoint: {file}: {name} is not as the manifest says")
-        if name.startswith("model.") and value.isnan().any():
-            raise ValueError(f"worthless: {name} contains NaN")
-        part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
-        planner.resolve_tensor(item).copy_(value[part])
-        del record, value  # before the next record is read, to save memory
+    for name, tensor in tensors.items():
+        row, part = _local_part(tensor)
+        ours = torch.atleast_1d(part)
+        for offsets, sizes, file, start, length in manifest["tensors"][name][2]:
+            # The shard and the part, as slices of each other
+            begin = (offsets or [0])[0] - row
+            end = begin + (sizes or [1])[0]
+            if end <= 0 or begin >= len(ours):
+                continue
+            value = _read_shard(path / file, start, length)
+            if (value.dtype, [*value.shape]) != (tensor.dtype, sizes):
+                raise ValueError(f"not a checkpoint: {file}: {name} is not as the manifest says")
+            if name.startswith("model.") and value.isnan().any():
+                raise ValueError(f"worthless: {name} contains NaN")
+            theirs = torch.atleast_1d(value)[max(0, -begin) : len(ours) - begin]
+            ours[max(0, begin) : end].copy_(theirs)
 
 
-def restore_(
-    ckpt: ModuleType, read: Read, state: State, model: nn.Module, optimizers: Optimizers
-) -> None:
+def _read_shard(path: Path, start: int, length: int) -> Tensor:
+    """Return a tensor that torch.save wrote into the middle of a file."""
+    with path.open("rb") as file:
+        file.seek(start)
+        record = io.BytesIO(file.read(length))
+    value: Tensor = torch.load(record, "cpu", weights_only=True)
+    return value
+
+
+def restore_(ckpt: ModuleType, state: State, model: nn.Module, optimizers: Optimizers) -> None:
     """Put the state that `load` returned on rank 0 into a model and optimizers.
 
     Every rank must call this. Any number of ranks with any strategy may have written the
@@ -427,9 +403,7 @@ def restore_(
         ckpt.restore_(state, model, optimizers)
         return
     path = Path(paths[0])
-    found: list[tuple[State, dict[str, Tensor]]] = []
-    _on_all_ranks(None, lambda: found.append(read_manifest(ckpt, path)))
-    manifest, saved = found[0]
+    manifest, saved = _call_together(None, partial(read_manifest, ckpt, path))
     count = len(manifest["optimizers"])
     if count != len(optimizers):
         raise ValueError(f"{count} optimizers in the checkpoint, {len(optimizers)} here")
@@ -442,4 +416,4 @@ def restore_(
                 optimizer.state[parameter] = moments
     tensors, _ = _state_tensors(ckpt, model, optimizers)
     ckpt.check_same(saved, tensors)
-    _on_all_ranks(None, partial(_read_values_, tensors, read, path, manifest, saved))
+    _call_together(None, partial(_read_values_, tensors, path, manifest))

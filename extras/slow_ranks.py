@@ -54,6 +54,7 @@ def watch(
     def timed_loss(model: nn.Module, batch: Any) -> Any:
         start = now(cuda)
         result = loss_fn(model, batch)
+        # tree_leaves is private. Without it, a rank with larger micro-batches would be reported.
         elements = sum(x.numel() for x in tree_leaves(batch) if isinstance(x, torch.Tensor))
         times.append((start, now(cuda), elements))
         return result

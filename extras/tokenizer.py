@@ -16,10 +16,10 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -39,22 +39,13 @@ CUTS = [re.compile(rf"(?s).*{place}") for place in (r"[^\W\d_](?= [^\W\d_])", r"
 
 def load(tokenizer_json: str) -> Tokenizer:
     """Return the Tokenizer of the text of a tokenizer.json, without truncation and padding."""
-    with _value_errors("not a tokenizer.json of Hugging Face tokenizers"):
+    try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the package has no errors of its own
+        raise ValueError(f"not a tokenizer.json of Hugging Face tokenizers: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-@contextmanager
-def _value_errors(what: str) -> Iterator[None]:
-    """Raise ValueError in place of the package's errors. Its PanicException is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"{what}: {error}") from None
 
 
 def size(tokenizer_json: str) -> int:
@@ -73,8 +64,10 @@ def encode(text: str, kind: str, tokenizer_json: str) -> np.ndarray:
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return the ids of each text, computed in parallel."""
-    with _value_errors("the tokenizer cannot encode the text"):
+    try:
         found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception as error:
+        raise ValueError(f"the tokenizer cannot encode the text: {error}") from None
     return [encoding.ids for encoding in found]
 
 
@@ -91,29 +84,22 @@ def read_corpus(
     a file that is gone. ValueError if the file is another tokenizer. vocab: a number above every
     id. None means size() rounded up to a multiple of 64.
     """
-    if "://" in path:  # Do not print it: it can contain a password.
-        raise ValueError("--tokenizer cannot read a URL; download the file and name its path")
     exists = os.path.exists(path)
     if not exists and not tokenizer_json:
         raise FileNotFoundError(f"--tokenizer {path}: not char, byte, or an existing file")
-    if exists:
-        try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--tokenizer {path}: not a tokenizer.json: {error}") from None
-        if tokenizer_json and not same_json(text, tokenizer_json):
-            raise ValueError(
-                f"--tokenizer {path}: is not the tokenizer of the checkpoint; leave it out, or "
-                "name another --out"
-            )
-        tokenizer_json = tokenizer_json or text
     try:
-        needed = size(tokenizer_json)
+        text = Path(path).read_text(encoding="utf-8") if exists else tokenizer_json
+        needed = size(text)
     except ValueError as error:
         raise ValueError(
             f"--tokenizer {path}: not char, byte or a tokenizer.json: {error}"
         ) from None
+    if tokenizer_json and not same_json(text, tokenizer_json):
+        raise ValueError(
+            f"--tokenizer {path}: is not the tokenizer of the checkpoint; leave it out, or "
+            "name another --out"
+        )
+    tokenizer_json = tokenizer_json or text
     vocab = vocab or -(-needed // 64) * 64
     if needed > vocab:
         raise ValueError(f"{path}: has the id {needed - 1}; the vocabulary ends at {vocab - 1}")
@@ -162,14 +148,10 @@ def encode_files(
     version = [(file, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
     key = hashlib.sha256(f"{version}\n{made}\n{tokenizer_json}".encode())
     path = os.path.join(cache, key.hexdigest()[:32], "tokens.npy")
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with FileLock(os.path.join(os.path.dirname(path), ".lock")):
-            if not os.path.exists(path):
-                _make(path, load(tokenizer_json), texts)
-    except OSError as error:
-        hint = f"{error.strerror}; XDG_CACHE_HOME can name another disk"
-        raise OSError(error.errno, hint, os.path.dirname(path)) from error
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with FileLock(os.path.join(os.path.dirname(path), ".lock")):
+        if not os.path.exists(path):
+            _make(path, load(tokenizer_json), texts)
     return path
 
 
@@ -200,20 +182,12 @@ def _write(file: BinaryIO, ids: Iterable[Sequence[int]], dtype: np.dtype) -> Non
 
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[np.ndarray]) -> Iterator[list[int]]:
-    """Yield the ids of each piece of the texts. Report the progress of long texts on stderr."""
+    """Yield the ids of each piece of the texts."""
     pieces = (piece for text in texts for piece in cut(text))
-    total, done = sum(map(len, texts)), 0
-    start = reported = time.monotonic()
-    if total >= LONG:
+    if (total := sum(map(len, texts))) >= LONG:
         print(f"Encoding {total / 1e6:,.0f} MB of text; this is done once", file=sys.stderr)
     while batch := list(islice(pieces, BATCH)):
         yield from _encode(tokenizer, batch)
-        done += sum(len(piece.encode()) for piece in batch)
-        now = time.monotonic()
-        if total >= LONG and sys.stderr.isatty() and (now - reported > 1 or done == total):
-            reported, rate = now, done / (now - start) / 1e6
-            end = "\n" if done == total else ""
-            print(f"\r{done / total:4.0%}, {rate:.1f} MB/s ", file=sys.stderr, end=end, flush=True)
 
 
 def cut(text: np.ndarray) -> Iterator[str]:

@@ -6,11 +6,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-# run.py binds torch lazily, unless it is loaded. `import torch.distributed` would then load it twice.
-import torch  # noqa: F401
-
 import run
 
+run.add_commands()
 # flags of other programs that the documents mention
 FOREIGN_FLAGS = {
     "torchrun": "--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id --rdzv-endpoint "
@@ -64,9 +62,13 @@ def quoted_messages(text: str) -> list[str]:
 
 
 def unknown_messages(text: str, paths: list[Path]) -> list[str]:
-    """Return the quoted messages that are not in the Python files."""
+    """Return the quoted messages that are not in the Python files.
+
+    ddp_setup.py puts "rank …: " before each of its messages in one place.
+    """
     known = message_templates(paths)
-    return [message for message in quoted_messages(text) if message.strip("… ") not in known]
+    messages = [message.removeprefix("rank …: ") for message in quoted_messages(text)]
+    return [message for message in messages if message.strip("… ") not in known]
 
 
 def unknown_flags(text: str) -> set[str]:

@@ -5,15 +5,12 @@
 
 It needs `pip install transformers`. It downloads nothing: the model is tiny, the data are made up.
 The sequences differ in length, so micro-batches and ranks differ in their number of targets. Losses
-and weights are the same on 1 and 2 ranks nevertheless. Started again, the script continues from its
-newest checkpoint. At the end, it writes the folder `model`, for `from_pretrained("model")`.
+and weights are the same on 1 and 2 ranks nevertheless. At the end, the script writes the folder
+`model`, for `from_pretrained("model")`. To save and resume, add the lines of 4_checkpoints.py.
 """
 
-import math
 import os
 import sys
-from functools import partial
-from itertools import islice
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -23,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 # The modules are two folders up. If they are beside this script, this line changes nothing.
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", ".."))
 import chardata
-import ckpt
 import ddp_setup
 import loop
 
@@ -55,20 +51,7 @@ def loss_fn(model, batch):
     return model(**batch).loss * count, count
 
 
-def resume_(model, opt, world):
-    found, rejected = ddp_setup.wait_together(
-        lambda: ckpt.newest("out-hugging-face") if world.rank == 0 else (None, {}), world
-    )
-    for name, reason in rejected.items():
-        print(f"{name}: {reason}")
-        ckpt.set_aside("out-hugging-face", name)
-    if found:  # on rank 0
-        print(f"continuing after step {found.entry.step}; to start again, delete out-hugging-face")
-    ckpt.restore_(found.state if found else {}, model, [opt])
-    return ddp_setup.from_rank_zero(lambda: found.entry.step if found else 0, world)
-
-
-def main(world, stop):
+def main(world):
     torch.manual_seed(0)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     train, test = make_sequences(480), make_sequences(90)
@@ -85,39 +68,23 @@ def main(world, stop):
     model = LlamaForCausalLM(config)
     replica = ddp_setup.replicate(model, world)
     opt = torch.optim.AdamW(model.parameters(), lr=0.003)
-    rows = 24 // 2 // world.size  # sequences in a micro-batch: 2 of them per rank and step
-    steps_per_epoch = math.ceil(len(train) / (2 * rows * world.size))
-    step = resume_(replica, opt, world)
-    for epoch in range(step // steps_per_epoch, 3):
+    step, rows = 0, 24 // 2 // world.size  # sequences in a micro-batch: 2 of them per rank and step
+    for epoch in range(3):
         mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
         loader = DataLoader(train, batch_size=rows, sampler=mine, collate_fn=collate)
         steps = loop.group_batches(loader, accum=2, count=lambda batch: int(count_targets(batch)))
-        steps = islice(steps, step % steps_per_epoch, None)  # skip finished steps
         for step, report in loop.train_(
-            replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
+            replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype
         ):
-            if report.stop or step % steps_per_epoch == 0:
-                state = ckpt.snapshot(replica, [opt])
-                save = partial(ckpt.save, "out-hugging-face", state, step, keep=3)
-                ddp_setup.from_rank_zero(save, world)
-            if report.stop:
-                break
-        if step % steps_per_epoch == 0:
-            mine = range(world.rank, len(test), world.size)
-            loader = DataLoader(test, batch_size=24, sampler=mine, collate_fn=collate)
-            test_loss = loop.evaluate(replica, loader, loss_fn)
-            if world.rank == 0:
-                print(f"epoch {epoch}: loss {report.loss:.4f}, test loss {test_loss:.4f}")
-        if report.stop and step < 3 * steps_per_epoch:
-            if world.rank == 0:
-                print(f"stopped after step {step}")
-            return True
+            pass
+        mine = range(world.rank, len(test), world.size)
+        loader = DataLoader(test, batch_size=24, sampler=mine, collate_fn=collate)
+        test_loss = loop.evaluate(replica, loader, loss_fn)
+        if world.rank == 0:
+            print(f"epoch {epoch}: loss {report.loss:.4f}, test loss {test_loss:.4f}")
     if world.rank == 0:
         model.save_pretrained("model")
-    return False
 
 
-with ddp_setup.stop_signals() as stop, ddp_setup.process_group() as world:
-    stopped = main(world, stop)
-if stopped:
-    sys.exit(3)  # saved, but not finished
+with ddp_setup.process_group() as world:
+    main(world)

@@ -1,4 +1,7 @@
-"""Each extra works when it is copied alone, and imports no other file of this project."""
+"""Each extra works when it is copied alone, and imports no other file of this project.
+
+Two extras belong to run.py: commands.py and compose.py.
+"""
 
 import ast
 import shutil
@@ -35,16 +38,6 @@ USES = {
         steps, loss_fn = slow_ranks.watch(range(3), max, print)
         assert [*steps] == [0, 1, 2] and loss_fn is max
     """,
-    "doctor": """
-        assert "two ranks connected" in doctor.report()
-    """,
-    "commands": """
-        import sys, click
-        cli = click.Group()
-        commands.add_commands(cli, *[None] * 4)
-        assert sorted(cli.commands) == ["doctor", "export", "info", "plot", "tensorboard"]
-        assert not {"torch", "numpy", "matplotlib"} & sys.modules.keys()
-    """,
     "describe": """
         import torch
         state = {"model": {"w": torch.ones(3)}, "optimizers": []}
@@ -62,12 +55,6 @@ USES = {
         (events,) = glob.glob("out/events*")
         assert b"loss" in open(events, "rb").read()
     """,
-    "reader": """
-        import torch
-        torch.save({"w": torch.ones(3)}, "w.pt")
-        with open("w.pt", "rb") as file:
-            assert reader.read(file)["w"].tolist() == [1, 1, 1]
-    """,
     "tokenizer": """
         model = '{"type": "WordLevel", "vocab": {"a": 3}, "unk_token": "a"}'
         text = '{"version": "1.0", "added_tokens": [], "model": ' + model + "}"
@@ -80,11 +67,11 @@ USES = {
         import ckpt
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = torch.nn.Linear(2, 3)
-        files = sharded.storage(ckpt, torch.load, write_sharded=True)
+        files = sharded.storage(ckpt, write_sharded=True)
         files.check_shared_folder(".")
         files.save(".", files.snapshot(model, [], step=4), 4, None, 1)
         files.restore_(files.newest(".")[0].state, other := torch.nn.Linear(2, 3), [])
-        state = sharded.storage(ckpt, torch.load, write_sharded=False).newest(".")[0].state
+        state = sharded.storage(ckpt, write_sharded=False).newest(".")[0].state
         assert state["step"] == 4 and torch.equal(state["model"]["weight"], model.weight)
         assert torch.equal(other.weight, model.weight)
         dist.destroy_process_group()
@@ -94,22 +81,10 @@ USES = {
         import torch
         weights = {name: torch.ones(12, 4) for name in exchange.gpt2_names(layers=1).values()}
         torch.save({"model": weights, "model_args": {"n_head": 2}}, "ckpt.pt")
-        found = exchange.read("ckpt.pt", torch.load)
+        found = exchange.read("ckpt.pt")
         sizes = dict(vocab=12, block_size=12, layers=1, heads=2, embd=4)
         assert found.config == {"arch": "gpt2", **sizes}
         assert torch.equal(found.weights["blocks.0.qkv.weight"], torch.ones(12, 4))
-    """,
-    "cross_entropy": """
-        import torch
-        x, weight, y = torch.zeros(9, 2, requires_grad=True), torch.zeros(8, 2), torch.arange(9) % 8
-        whole = lambda x, weight, y: torch.nn.functional.cross_entropy(x @ weight.T, y, reduction="sum")
-        loss = cross_entropy.cross_entropy(whole, x, weight, y, max_logits=8)
-        loss.backward()
-        assert abs(loss.item() - 9 * torch.tensor(8.0).log().item()) < 1e-4 and x.grad is not None
-    """,
-    "hints": """
-        assert hints.one_line(MemoryError()).startswith("MemoryError: ")
-        assert hints.one_line(ValueError("memory")) == ""
     """,
     "export": """
         import safetensors.torch, torch
@@ -118,7 +93,8 @@ USES = {
         assert safetensors.torch.load_file("a")["w"].tolist() == [1, 1, 1]
     """,
 }
-EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
+OF_RUN = {"__init__", "commands", "compose"}
+EXTRAS = sorted({path.stem for path in (ROOT / "extras").glob("*.py")} - OF_RUN)
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,16 @@
     TEST_SIGNAL="1 40 main 500 9 self" python tests/faults/signalled.py ARGUMENTS OF run.py
 
 When rank 1 has done 40 steps since its start, and then makes the 500th function call in the main
-thread, it sends signal 9 to itself. 0 steps: count from the start of `train`. Instead of "main":
-"save", for the thread that saves checkpoints, always with 0 steps, because it depends on time which
-step the main thread does meanwhile. Instead of "self": "parent", or "group" for all processes of
-the program. Calls inside functions that wait for a thread or, in the main thread, for a rank are
-not counted, because their number depends on time.
+thread, it sends signal 9 to itself. 0 steps: count from the start of the process group. Instead of
+"main": "save", for the thread that saves checkpoints, always with 0 steps, because it depends on
+time which step the main thread does meanwhile. Instead of "self": "parent", or "group" for all
+processes of the program. Calls inside functions that wait for a thread or, in the main thread, for
+a rank are not counted, because their number depends on time.
 
 If TEST_PLACE is the name of a file, the place is written to it: the last step, the thread, the file
 and the function. For a save, the step depends on time: it is that of the main thread.
+
+The children of --spawn import this file as their main module, so the patches are made there too.
 """
 
 import os
@@ -22,19 +24,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, f"{ROOT}")
+sys.path.insert(0, f"{Path(__file__).resolve().parents[2]}")
 
-import loop  # noqa: E402
-import run  # noqa: E402
+import ddp_setup
+import loop
+import run
 
 RANK, STEPS, THREAD, CALLS, SIGNAL, TARGET = os.environ["TEST_SIGNAL"].split()
-THREADS = ("/concurrent/futures/", "/threading.py")
-RANKS = ("/ddp_setup.py", "/torch/distributed/")
-WAITING = (*THREADS, *RANKS) if THREAD == "main" else THREADS
-calls = count(1)
-steps = [0]  # the numbers of the steps of this process; the first is none
-train, train_ = run.train, loop.train_
+WAITING = ["/concurrent/futures/", "/threading.py"]
+WAITING += ["/ddp_setup.py", "/torch/distributed/"] if THREAD == "main" else []
+calls, steps = count(1), [0]  # steps: the numbers of this process's steps; the first is none
+process_group, train_ = ddp_setup.process_group, loop.train_
 
 
 def count_call(frame: FrameType, event: str, _: object) -> None:
@@ -55,24 +55,27 @@ def count_call(frame: FrameType, event: str, _: object) -> None:
             os.kill(os.getppid() if TARGET == "parent" else os.getpid(), int(SIGNAL))
 
 
-def counted_train(*args: Any) -> int:
+def watch() -> None:
+    """Count the calls of this process from now on, if it is the chosen rank."""
     if os.environ.get("RANK", "0") == RANK:
-        if THREAD == "save":
-            threading.setprofile(count_call)
-        elif STEPS == "0":
-            sys.setprofile(count_call)
-    return train(*args)
+        (threading if THREAD == "save" else sys).setprofile(count_call)
 
 
-def counted_train_(*args: Any, **kwargs: Any) -> Iterator[Any]:
+def watched_group(*args: Any, **kwargs: Any) -> Any:
+    if STEPS == "0":
+        watch()
+    return process_group(*args, **kwargs)
+
+
+def watched_train_(*args: Any, **kwargs: Any) -> Iterator[Any]:
     for step, report in train_(*args, **kwargs):
         steps.append(step)
-        if THREAD == "main" and len(steps) > int(STEPS) and os.environ.get("RANK", "0") == RANK:
-            sys.setprofile(count_call)
+        if len(steps) == int(STEPS) + 1 > 1:
+            watch()
         yield step, report
 
 
-run.train, loop.train_ = counted_train, counted_train_
+ddp_setup.process_group, loop.train_ = watched_group, watched_train_
 
 if __name__ == "__main__":
-    run.main()
+    run.program()
