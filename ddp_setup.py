@@ -471,7 +471,7 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
             "new processes cannot import a function of a notebook or of standard input: "
             "write it into a .py file, and import it from there"
         )
-    # Without these two lines, torch would warn about each rank that it ends.
+    # Without this line, torch would warn about each rank that it ends.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -489,16 +489,16 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
                     for process in ranks.processes:
                         process.terminate()
         except ProcessExitedException as error:
-            rank, code = error.error_index, error.exit_code
-            killed = [i for i, process in enumerate(ranks.processes) if process.exitcode == -9]
+            rank, code, problem = error.error_index, error.exit_code, ""
+            killed = [i for i, p in enumerate(ranks.processes) if p.exitcode == -9 and i != rank]
             if stopped and killed:
-                raise ChildProcessError(
-                    f"rank {killed[0]} had not ended {timeout:g} s after a stop signal"
-                )
-            if code == LOST:
-                raise ChildProcessError(f"rank {rank} lost the connection to the other ranks")
-            if code < 0 and not (code == -signal.SIGINT or stopped and code == -signal.SIGTERM):
-                raise ChildProcessError(f"rank {rank} was killed by {error.signal_name}")
+                problem = f"rank {killed[0]} had not ended {timeout:g} s after a stop signal"
+            elif code == LOST:
+                problem = f"rank {rank} lost the connection to the other ranks"
+            elif code < 0 and not (code == -signal.SIGINT or stopped and code == -signal.SIGTERM):
+                problem = f"rank {rank} was killed by {error.signal_name}"
+            if problem:
+                raise ChildProcessError(problem) from None
             return code if code >= 0 else 128 - code
         finally:
             for process in ranks.processes:
