@@ -261,8 +261,9 @@ def windows(shape: Shape) -> TensorDataset:
 def measure(size: int, *job: Any) -> Times:
     """Return what time_steps measures in `size` new processes."""
     with tempfile.TemporaryDirectory() as folder:
-        code = ddp_setup.spawn(time_steps, size, f"{folder}/times", *job)
-        return json.loads(Path(folder, "times").read_text()) if code == 0 else {}
+        if code := ddp_setup.spawn(time_steps, size, f"{folder}/times", *job):
+            sys.exit(code)  # Ctrl-C
+        return json.loads(Path(folder, "times").read_text())
 
 
 def time_steps(
