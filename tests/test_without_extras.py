@@ -1,185 +1,131 @@
-"""A copy of the core without extras/ does what the first page of README.md promises; what needs an extra is one line.
+"""Without extras/, the core works alone; a run that needs one of its files ends with one line and changes nothing.
 
-`copy` has the six files of the core and nothing else.
+That is: the presence of a file never changes what a run computes, writes or sends, or how it ends.
 """
 
 import json
 import shutil
-import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import (
-    PYTHON,
-    ROOT,
-    TINY,
-    Program,
-    Ran,
-    ahead,
-    checkpoints,
-    contents,
-    losses,
-    run,
-    same_training,
-    state,
-    torchrun,
-)
+from conftest import ROOT, TINY, contents, run, same_training, state
+from test_run import FIFTY, at_loss, config, evaluations, on_two_ranks, stop_at
 
-CORE = [f"{name}.py" for name in "ddp_setup gpt chardata loop ckpt run".split()]
+pytestmark = pytest.mark.skipif(not (ROOT / "extras").is_dir(), reason="compares with extras/")
+# Run several command lines, given as JSON, in one process of a copy of the core.
+PROGRAM = "import json, run, sys; print([run.main(args) for args in json.loads(sys.argv[1])])"
+SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+SLURM |= {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_JOB_ID": "1"}
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("copy")
-    for name in CORE:
-        shutil.copy(ROOT / name, folder)
+def core(tmp_path_factory) -> Path:
+    """Copy the six modules of the core, and return their folder."""
+    folder = tmp_path_factory.mktemp("core")
+    for name in "ddp_setup gpt chardata loop ckpt run".split():
+        shutil.copy(ROOT / f"{name}.py", folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def short(text) -> list[object]:
-    """Return the flags of 12 steps of AdamW, whose losses do not depend on the number of ranks."""
-    steps = ["--steps", 12, "--log-every", 1, "--save-every", 5, "--dropout", 0.0]
-    return [*TINY, "--optimizer", "adamw", "--data", text, *steps]
+def run_all(
+    core: Path, *lines: list[object], env: dict[str, str] = {}
+) -> tuple[list[int], str, list[str]]:
+    """Run command lines in the copy. Return their exit codes, what they printed, and the lines of stderr."""
+    text = json.dumps([[*map(str, line)] for line in lines])
+    ran = run(launcher=[sys.executable, "-c", PROGRAM, text], env=env, root=core)
+    *printed, codes = ran.out.splitlines(keepends=True)
+    return json.loads(codes), "".join(printed), ran.err.splitlines()
 
 
-LAUNCHES = {
-    "python": (PYTHON, []),
-    "spawn": (PYTHON, ["--spawn", 2]),
-    "torchrun": (torchrun(2), []),
-}
-
-
-@pytest.fixture(scope="module")
-def trained(copy, short, tmp_path_factory):
-    """Return a function: name of a launch -> (exit code and output, the --out folder)."""
-    folder = tmp_path_factory.mktemp("trained")
-
-    def train(name: str) -> tuple[Ran, Path]:
-        launcher, more = LAUNCHES[name]
-        ran = run(*short, *more, "--out", folder / name, launcher=launcher, root=copy)
-        return ran, folder / name
-
-    with ahead(**{name: partial(train, name) for name in LAUNCHES}) as runs:
-        yield lambda name: runs[name].result()
-
-
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_each_launcher_trains(trained, launch):
-    (ran, out), (_, alone) = trained(launch), trained("python")
-    assert ran.code == 0 and "Done: 12 steps" in ran.out, ran
-    assert launch == "torchrun" or ran.err == "", ran
-    assert [step for step, _ in losses(out)] == list(range(1, 13))
-    assert dict(losses(out)) == pytest.approx(dict(losses(alone)), rel=1e-4)
-    assert state(out)["step"] == 12
-
-
-def test_a_stop_signal_saves_and_a_resume_gives_bitwise_equal_weights(
-    copy, short, trained, tmp_path
+def test_a_run_with_torchs_muon_continues_without_extras_bit_for_bit_and_one_with_fast_muon_is_refused(
+    core, monkeypatch, text, tmp_path
 ):
-    with Program(*short, "--out", tmp_path, root=copy) as program:
-        program.read_to("step 3/")
-        program.process.send_signal(signal.SIGTERM)
-        ran = program.finish()
-    assert ran.code == 3 and "Stopped as asked" in ran.out and ran.err == "", ran
-    assert 3 <= state(tmp_path)["step"] < 12
-    ran = run("--out", tmp_path, "--log-every", 1, root=copy)
-    assert ran.code == 0 and ran.err == "", ran
-    assert same_training(tmp_path, trained("python")[1])
-
-
-def test_sample_and_eval_work(copy, trained):
-    _, out = trained("python")
-    ran = run("sample", "--out", out, "--prompt", "the ", "--max-new-tokens", 9, root=copy)
-    assert ran.code == 0 and ran.err == "" and len(ran.out) == len("the ") + 9 + len("\n"), ran
-    assert ran.out.startswith("the ")
-    ran = run("eval", "--out", out, root=copy)
-    (val_loss,) = (
-        line["val_loss"]
-        for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        if "val_loss" in line
+    for optimizer in ("muon", "fast-muon"):
+        at_loss(monkeypatch, partial(stop_at, 20))
+        flags = [*FIFTY, "--data", text, "--out", tmp_path / optimizer, "--optimizer", optimizer]
+        assert run(*flags).code == 3
+    for name in ("with", "without"):
+        shutil.copytree(tmp_path / "muon", tmp_path / name)
+    assert run("--out", tmp_path / "with", "--log-every", 1).code == 0
+    before = contents(tmp_path / "fast-muon")
+    codes, out, err = run_all(
+        core,
+        ["--out", tmp_path / "without", "--log-every", 1],
+        ["--out", tmp_path / "fast-muon"],
+        ["--out", tmp_path / "fast-muon", "--optimizer", "auto"],
+        ["eval", "--out", tmp_path / "without"],
+        ["sample", "--out", tmp_path / "without", "--prompt", "the ", "--max-new-tokens", 9],
     )
-    assert ran.code == 0 and ran.err == "", ran
-    assert ran.out.startswith(f"loss {val_loss:.4f} nats per token")
+    assert codes == [0, 2, 2, 0, 0] and len(err) == 2, err
+    assert all(line.startswith("Error: ") and "extras/muon.py" in line for line in err), err
+    assert contents(tmp_path / "fast-muon") == before
+    assert same_training(tmp_path / "without", tmp_path / "with")
+    assert f"\nloss {evaluations(tmp_path / 'without')[50]:.4f} nats per token" in out
+    assert len(out.splitlines()[-1]) == len("the ") + 9 or "\nthe " in out
 
 
-FAIL = """
-import sys
-sys.path.insert(0, {root!r})
-import gpt, run
-
-def fail(model, batch):
-    raise RuntimeError("a bug")
-
-gpt.loss = fail
-run.main()
-"""
-
-
-def test_an_error_that_is_not_expected_is_named_with_its_rank_and_traceback(copy, short, tmp_path):
-    (tmp_path / "program.py").write_text(FAIL.format(root=f"{copy}"))
-    launcher = [sys.executable, str(tmp_path / "program.py")]
-    ran = run(*short, "--out", tmp_path / "out", launcher=launcher)
-    assert ran.code == 1 and ran.err.startswith("Error on rank 0: RuntimeError('a bug')\n"), ran
-    assert ran.err.count("Traceback") == 1, ran
-
-
-TASKS = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
-TASKS |= {"SLURM_STEP_NODELIST": "host1", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_JOB_ID": "1"}
 NEED = {
-    "data": (["--data", "s3://bucket/a.txt"], {}, ["extras/remote.py"]),
-    "out": (["--out", "s3://bucket/run"], {}, ["extras/remote.py"]),
-    "tokenizer": (["--tokenizer", "x.json"], {}, ["extras/tokenizer.py"]),
-    "strategy": (["--strategy", "fsdp", "--spawn", 2], {}, ["extras/fsdp.py"]),
-    "checkpoint": (["--checkpoint", "sharded", "--spawn", 2], {}, ["extras/sharded.py"]),
-    "init-from": (["--init-from", "x"], {}, ["needs extras/"]),
-    "config": (["--config", "x"], {}, ["No such option", "--config"]),
-    "several tasks of SLURM": ([], TASKS, ["4 tasks", "RANK", "extras/slurm.py"]),
-    "info": (["info"], {}, ["info"]),
+    "--data s3://bucket/a.txt": "remote",
+    "--out s3://bucket/run": "remote",
+    "--tokenizer x.json": "tokenizer",
+    "--init-from x": "exchange",
+    "--strategy fsdp": "compose",
+    "--use replicas": "compose",
+    "--optimizer fast-muon": "muon",
+    "--out {sharded}": "sharded",
+    "sample --out {sharded}": "sharded",
+    "eval --out s3://bucket/run": "remote",
 }
 
 
-@pytest.fixture(scope="module")
-def refused(copy, short, trained, tmp_path_factory):
-    """Return a function: a name from NEED -> (exit code and output, the --out folder)."""
-    folder = tmp_path_factory.mktemp("refused")
-
-    def refuse(name: str) -> tuple[Ran, Path]:
-        args, env, _ = NEED[name]
-        start = [] if args == ["info"] else [*short, "--out", folder / name]
-        # SLURM's variables must be those of the process, because ddp_setup reads them early.
-        launcher = [sys.executable, "run.py"] if env else PYTHON
-        return run(*start, *args, env=env, launcher=launcher, root=copy), folder / name
-
-    with ahead(**{name: partial(refuse, name) for name in NEED}) as runs:
-        yield lambda name: runs[name].result()
-
-
-@pytest.mark.parametrize("name", NEED)
-def test_what_needs_an_extra_gives_one_line_and_exit_code_2(refused, name):
-    ran, out = refused(name)
-    assert ran.code == 2 and ran.out == "", ran
-    assert ran.err.startswith("Error: ") and ran.err.count("\n") == 1, ran.err
-    assert [text for text in NEED[name][2] if text not in ran.err] == [], ran.err
-    assert not out.exists()
+def test_what_needs_an_extra_gives_one_line_and_exit_code_2(core, text, undisturbed, tmp_path):
+    sharded = shutil.copytree(undisturbed(1), tmp_path / "sharded")
+    folder = sharded / f"step-00000999-{'0123456789abcdef' * 2}"
+    folder.mkdir()
+    (folder / "rank-0.pt").write_bytes(b"a shard")
+    lines = []
+    for case in NEED:
+        words = case.format(sharded=sharded).split()
+        start = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path / "new"]
+        lines.append(words if words[0] in ("sample", "eval") else [*start, *words])
+    before = contents(tmp_path)
+    codes, out, err = run_all(core, *lines)
+    assert codes == [2] * len(NEED) and out == "", (out, err)
+    wrong = [
+        line
+        for line, name in zip(err, NEED.values(), strict=True)
+        if not line.startswith("Error: ") or f"extras/{name}.py" not in line
+    ]
+    assert not wrong and contents(tmp_path) == before and not (tmp_path / "new").exists(), wrong
+    codes, out, err = run_all(core, ["--out", tmp_path / "new"], ["info"], env=SLURM)
+    assert codes == [2, 2] and len(err) == 2 and "extras/slurm.py" in err[0], err
 
 
-@pytest.mark.parametrize("command", [[], ["sample"], ["eval"]])
-def test_a_sharded_checkpoint_is_refused_and_no_older_file_is_used(
-    copy, trained, tmp_path, command
-):
-    out = shutil.copytree(trained("python")[1], tmp_path / "out")
-    for path in checkpoints(out)[1:]:
-        path.unlink()
-    assert state(out)["step"] == 5
-    sharded = out / f"step-00000009-{'0123456789abcdef' * 2}"
-    sharded.mkdir()
-    (sharded / "rank-0.pt").write_bytes(b"a shard")
-    before = contents(out)
-    ran = run(*command, "--out", out, root=copy)
-    assert ran.code == 2 and ran.out == "", ran
-    assert ran.err.startswith("Error: ") and ran.err.count("\n") == 1, ran.err
-    assert "extras/sharded.py" in ran.err
-    assert contents(out) == before
+def test_if_one_rank_lacks_a_file_all_ranks_end_with_one_line(core, text, tmp_path):
+    args = [*TINY, "--data", text, "--out", tmp_path / "out"]
+    ended = on_two_ranks(*args, roots=[ROOT, core])
+    errors = "".join(ran.err for ran in ended)
+    assert {ran.code for ran in ended} <= {1, 2} and errors.count("\n") == 1, ended
+    assert errors.startswith("Error: ") and "extras/muon.py" in errors, ended
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_ranks_use_the_flags_that_rank_0_was_given(core, text, tmp_path):
+    """Rank 1 was given others, also one with its default value, and only it has extras/. With its own, it would hang.
+
+    Under a profiler, the module __main__ is that of the profiler, so no class of run.py can be pickled.
+    """
+    profiler = [sys.executable, "-m", "cProfile", "-o", "/dev/null", "run.py"]
+    roots, out = [core, ROOT], tmp_path / "out"
+    env = {"DDPKIT_STEPS": "9", "DDPKIT_EVAL_EVERY": "100", "DDPKIT_SEED": "1"}
+    args = [*TINY, "--data", text, "--out", out]
+    settings = [{"DDPKIT_STEPS": "4", "DDPKIT_EVAL_EVERY": "1"}, env]
+    ended = on_two_ranks(*args, env=settings, roots=roots, launcher=profiler)
+    assert [(ran.code, ran.err) for ran in ended] == [(0, "")] * 2, ended
+    assert [*evaluations(out)] == [1, 2, 3, 4]
+    expected = {"steps": 4, "seed": 0, "optimizer": "muon"}
+    assert (
+        expected.items() <= config(out).items() and expected.items() <= state(out)["config"].items()
+    )
