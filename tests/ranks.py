@@ -178,6 +178,25 @@ def fail_in_two_starts(folder: str) -> None:
         Path(folder, f"rank {rank} in start {start}").touch()
 
 
+def use_hang_report(how: str) -> None:
+    """The ranks do what `how` says, for longer than the timeout of hang.report."""
+    from extras import hang  # The core's tests run without extras.
+
+    if how == "no function":
+        del torch._C._distributed_c10d._dump_fr_trace_json
+    with ddp_setup.process_group("cpu", timeout=60) as world, hang.report(world, 3):
+        if world.rank == world.size - 1:
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "sleep":
+                time.sleep(20)  # here
+        if how == "compute":
+            time.sleep(5)
+        if how == "wait together":
+            ddp_setup.from_rank_zero(lambda: time.sleep(5), world)
+        dist.barrier()  # here the others wait
+
+
 # ------------------------------------------------------------------------------------ ends and signals
 
 

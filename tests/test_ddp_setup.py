@@ -224,9 +224,10 @@ def test_without_a_device_the_best_one_is_used(alone):
 def forks(name, *args, size=2, serve=True, port=None, **variables):
     """Start ranks.NAME on `size` ranks. Yield the processes, and a function that returns their ends.
 
-    serve: this process serves the store of the ranks, as torchrun does. Otherwise rank 0 does it, at `port`.
+    serve: this process serves the store of the ranks, as torchrun does. Otherwise rank 0 does it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = port or (store.port if serve else free_port())
     variables["TORCHELASTIC_USE_AGENT_STORE"] = f"{serve}"
     processes = []
     with TemporaryDirectory() as folder:
@@ -236,12 +237,15 @@ def forks(name, *args, size=2, serve=True, port=None, **variables):
             for process in processes:
                 process.join(100)
             texts = [Path(folder, f"{rank}").read_text() for rank in range(size)]
-            found = ["".join(re.findall("^(?:Error|Trace).*\n", text, re.M)) for text in texts]
+            begins = re.compile("^(?:Error|WARNING|Traceback).*\n", re.M)
+            found = ["".join(begins.findall(text)) for text in texts]
             return [(process.exitcode, text) for process, text in zip(processes, found)]
 
         try:
             for rank in range(size):
-                more = {**launch_variables(rank, size, port or store.port), **variables}
+                more = {**launch_variables(rank, size, port), **variables}
+                if name == "spawn":  # This process is no rank: it starts them.
+                    more = {}
                 arguments = f"{folder}/{rank}", more, name, *args
                 processes.append(FORKS.Process(target=ranks.run, args=arguments))
                 processes[-1].start()
@@ -304,8 +308,7 @@ def test_work_in_from_rank_zero_can_take_longer_than_the_timeout_and_does_not_lo
 @pytest.mark.parametrize("launcher_serves", [True, False])
 def test_gloo_listens_on_loopback_only_on_a_single_machine_and_the_user_can_choose(launcher_serves):
     loopback = "lo" if sys.platform == "linux" else None
-    how = {"serve": launcher_serves, "port": None if launcher_serves else free_port()}
-    assert run("listen", loopback, **how) == [DONE] * 2
+    assert run("listen", loopback, serve=launcher_serves) == [DONE] * 2
     if launcher_serves and loopback:  # gloo takes a list of interfaces.
         assert run("listen", "lo,lo", GLOO_SOCKET_IFNAME="lo,lo") == [DONE] * 2
         # as if each rank were on a machine of its own
@@ -318,13 +321,11 @@ def test_gloo_listens_on_loopback_only_on_a_single_machine_and_the_user_can_choo
 @pytest.mark.parametrize("case", ["nothing listens", "no answer", "rank 0 waits", "rank 1 waits"])
 def test_ranks_that_cannot_connect_say_so_in_one_line(case):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1] if case == "no answer" else free_port()
+        port = silent.getsockname()[1] if case == "no answer" else None
         rank = "0" if case == "rank 0 waits" else "1"
         serve = case == "rank 1 waits"  # The store is there, but rank 0 is not.
-        how = {"serve": serve, "port": None if serve else port}
-        [(code, text)] = run(
-            "join", 1, size=1, RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", **how
-        )
+        more = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        [(code, text)] = run("join", 1, size=1, serve=serve, port=port, **more)
     line = rf"Error: rank {rank}: not all 2 ranks connected to 127\.0\.0\.1:\d+ \(.+\)\n"
     assert code == 1 and re.fullmatch(line, text), text
 
@@ -465,8 +466,7 @@ def listening(pids):
 @contextmanager
 def spawning(name, folder):
     """Start a process that starts two ranks. Yield it, the function that returns its end, and the ranks' ids."""
-    variables = dict.fromkeys(["RANK", "WORLD_SIZE"])
-    with forks("spawn", name, f"{folder}", size=1, **variables) as ([parent], ends):
+    with forks("spawn", name, f"{folder}", size=1) as ([parent], ends):
         yield parent, ends, ready(folder)
 
 
@@ -551,6 +551,15 @@ def test_only_a_worker_of_torchrun_ends_if_its_parent_has_ended_during_the_impor
     start = {**START, "env": START["env"] | more}
     ran = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, **start)
     assert ran.stdout == "imported\n" + ("" if more else "continues\n")
+
+
+@linux
+def test_a_worker_that_was_forked_after_the_import_is_not_taken_for_an_orphan(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    worker = multiprocessing.get_context("fork").Process(target=ranks.main, args=("join", 1))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 # ------------------------------------------------------------------------------------- stop signals

@@ -6,11 +6,12 @@ That is: the presence of a file never changes what a run computes, writes or sen
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, checkpoints, contents, losses, run, same_training, state
-from test_run import FIFTY, at_loss, copy_core, evaluations, on_two_ranks, stop_at  # noqa: F401
+from conftest import ROOT, TINY, contents, run, same_training, state
+from test_run import FIFTY, at_loss, config, evaluations, on_two_ranks, stop_at
 
 pytestmark = pytest.mark.skipif(not (ROOT / "extras").is_dir(), reason="compares with extras/")
 # Run several command lines, given as JSON, in one process of a copy of the core.
@@ -21,7 +22,11 @@ SLURM |= {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_J
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory) -> Path:
-    return copy_core(tmp_path_factory.mktemp("copy") / "core")
+    """Copy the six modules of the core, and return their folder."""
+    folder = tmp_path_factory.mktemp("core")
+    for name in "ddp_setup gpt chardata loop ckpt run".split():
+        shutil.copy(ROOT / f"{name}.py", folder)
+    return folder
 
 
 def run_all(
@@ -35,10 +40,10 @@ def run_all(
 
 
 def test_a_run_with_torchs_muon_continues_without_extras_bit_for_bit_and_one_with_fast_muon_is_refused(
-    core, at_loss, text, tmp_path
+    core, monkeypatch, text, tmp_path
 ):
     for optimizer in ("muon", "fast-muon"):
-        at_loss(lambda call, model: stop_at(20, call, model))
+        at_loss(monkeypatch, partial(stop_at, 20))
         flags = [*FIFTY, "--data", text, "--out", tmp_path / optimizer, "--optimizer", optimizer]
         assert run(*flags).code == 3
     for name in ("with", "without"):
@@ -105,3 +110,22 @@ def test_if_one_rank_lacks_a_file_all_ranks_end_with_one_line(core, text, tmp_pa
     assert {ran.code for ran in ended} <= {1, 2} and errors.count("\n") == 1, ended
     assert errors.startswith("Error: ") and "extras/muon.py" in errors, ended
     assert not (tmp_path / "out").exists()
+
+
+def test_all_ranks_use_the_flags_that_rank_0_was_given(core, text, tmp_path):
+    """Rank 1 was given others, also one with its default value, and only it has extras/. With its own, it would hang.
+
+    Under a profiler, the module __main__ is that of the profiler, so no class of run.py can be pickled.
+    """
+    profiler = [sys.executable, "-m", "cProfile", "-o", "/dev/null", "run.py"]
+    roots, out = [core, ROOT], tmp_path / "out"
+    env = {"DDPKIT_STEPS": "9", "DDPKIT_EVAL_EVERY": "100", "DDPKIT_SEED": "1"}
+    args = [*TINY, "--data", text, "--out", out]
+    settings = [{"DDPKIT_STEPS": "4", "DDPKIT_EVAL_EVERY": "1"}, env]
+    ended = on_two_ranks(*args, env=settings, roots=roots, launcher=profiler)
+    assert [(ran.code, ran.err) for ran in ended] == [(0, "")] * 2, ended
+    assert [*evaluations(out)] == [1, 2, 3, 4]
+    expected = {"steps": 4, "seed": 0, "optimizer": "muon"}
+    assert (
+        expected.items() <= config(out).items() and expected.items() <= state(out)["config"].items()
+    )
