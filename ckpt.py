@@ -257,6 +257,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Wrappers of parts of the model stay. So compile a part with part.compile(), which adds none.
     """
+    # _orig_mod, of torch.compile, is private. Without it, restore_ raises ValueError, because the
+    # names in a snapshot of a compiled model have a prefix.
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = getattr(model, "_orig_mod", None) or model.module  # type: ignore[assignment]
     return model

@@ -22,6 +22,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +32,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 # The id of the parent process. It is read before the slow import of torch, during which the parent
-# can end.
-PARENT_PID = os.getppid()
+# can end. The key is the id of this process, because a forked child, which inherits this dict, has
+# another parent.
+PARENT_PID = {os.getpid(): os.getppid()}
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -55,7 +57,7 @@ class World(NamedTuple):
     local_size: int  # number of ranks on this machine
     # where the model and the batches of this rank belong
     device: torch.device = torch.device("cpu")
-    # for wait_together and from_rank_zero; None for a single rank
+    # with a timeout of a day, for wait_together and from_rank_zero; None for a single rank
     gloo: dist.ProcessGroup | None = None
 
 
@@ -103,8 +105,10 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     timeout: seconds that a rank may wait for other ranks, in each collective and while it joins.
         Use wait_together for work that may take longer.
 
-    ValueError if the device is not available, raised by one rank of each machine. ConnectionError
-    if the ranks cannot connect, within about twice the timeout.
+    ValueError if the device is not available, raised by the first rank of each machine; the others
+    raise SystemExit(1). ConnectionError if the ranks cannot connect, within about twice the
+    timeout. If MASTER_ADDR accepts the connection but does not answer, torch never returns: then
+    the rank prints the line of this error, and its process ends with exit code 1.
 
     If an exception leaves the block of one rank, this rank raises it. The others then lose the
     connection, and each of them prints one line and raises SystemExit(1). (With NCCL, a rank does
@@ -121,15 +125,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     """
     world = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
-        _end_with_parent(PARENT_PID)
-    try:
-        world = _select_device(device, world)
-    except ValueError:
-        # All ranks of the machine find the same error. One of them reports it.
-        if world.local_rank:
-            time.sleep(1)
-            raise SystemExit(1) from None
-        raise
+        _end_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
+    world = _select_device(device, world)
     if world.size == 1:
         yield world
         return
@@ -160,6 +157,9 @@ def _select_device(name: str, world: World) -> World:
     if name == "auto":
         name = kinds[0]
     if name not in kinds:
+        if world.local_rank:  # The first rank of the machine reports this.
+            time.sleep(1)
+            raise SystemExit(1)
         raise ValueError(f"device {name!r} is not available; available: {', '.join(kinds)}")
     if name == "cpu":
         # For several ranks, torchrun sets OMP_NUM_THREADS to 1. That is not the user's choice.
@@ -195,6 +195,17 @@ def _join(world: World, timeout: float) -> World:
     if one_machine and sys.platform == "linux":
         # Let gloo listen where no other machine can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+    problem = f"rank {world.rank}: not all {world.size} ranks connected to {address}"
+
+    def give_up() -> None:
+        print(f"Error: {problem} (no answer)", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    # torch waits for ever for an address that accepts the connection, but does not answer.
+    watchdog = threading.Timer(2 * timeout + 6, give_up)
+    watchdog.daemon = True
+    watchdog.start()
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=limit))
         # torchrun and spawn keep one store for all groups and all restarts. Without keys of its
@@ -211,15 +222,15 @@ def _join(world: World, timeout: float) -> World:
             timeout=limit,
             device_id=world.device if cuda else None,  # With this argument, NCCL connects now.
         )
-        gloo = dist.new_group(backend="gloo", timeout=limit) if cuda else dist.group.WORLD
+        gloo = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         # Otherwise a rank could leave the block while another one still connects to it.
         dist.barrier(gloo)
     except RuntimeError as error:
         if reason := _fault_of_others(error):
-            address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-            reason = f"not all {world.size} ranks connected to {address} ({reason})"
-            raise ConnectionError(f"rank {world.rank}: {reason}") from error
+            raise ConnectionError(f"{problem} ({reason})") from error
         raise
+    finally:
+        watchdog.cancel()
     return world._replace(gloo=gloo)
 
 
@@ -253,11 +264,11 @@ def _leave_to_others(error: Exception, world: World, timeout: float) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Exit if the process `parent` has ended. When it ends later, Linux kills this process."""
+    """On Linux, exit if the parent has ended. When it ends later, Linux kills this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG.
-    if os.getppid() != parent:
-        os._exit(1)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 # ----------------------------------------------------------- functions that all ranks call together
@@ -335,7 +346,6 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     except Exception:  # for example with urllib's HTTPError
         kinds = (kind for kind in (ValueError, OSError) if isinstance(own, kind))
         shared = next(kinds, RuntimeError)(f"{own}")
-    dist.monitored_barrier(world.gloo, timedelta(days=1))
     errors: list[Any] = [None] * world.size
     dist.all_gather_object(errors, shared, world.gloo)
     errors[world.rank] = own
@@ -461,7 +471,7 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
             "new processes cannot import a function of a notebook or of standard input: "
             "write it into a .py file, and import it from there"
         )
-    # Without these two lines, torch would warn about each rank that it ends.
+    # Without this line, torch would warn about each rank that it ends.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -479,16 +489,16 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
                     for process in ranks.processes:
                         process.terminate()
         except ProcessExitedException as error:
-            rank, code = error.error_index, error.exit_code
-            killed = [i for i, process in enumerate(ranks.processes) if process.exitcode == -9]
+            rank, code, problem = error.error_index, error.exit_code, ""
+            killed = [i for i, p in enumerate(ranks.processes) if p.exitcode == -9 and i != rank]
             if stopped and killed:
-                raise ChildProcessError(
-                    f"rank {killed[0]} had not ended {timeout:g} s after a stop signal"
-                )
-            if code == LOST:
-                raise ChildProcessError(f"rank {rank} lost the connection to the other ranks")
-            if code < 0 and not (code == -signal.SIGINT or stopped and code == -signal.SIGTERM):
-                raise ChildProcessError(f"rank {rank} was killed by {error.signal_name}")
+                problem = f"rank {killed[0]} had not ended {timeout:g} s after a stop signal"
+            elif code == LOST:
+                problem = f"rank {rank} lost the connection to the other ranks"
+            elif code < 0 and not (code == -signal.SIGINT or stopped and code == -signal.SIGTERM):
+                problem = f"rank {rank} was killed by {error.signal_name}"
+            if problem:
+                raise ChildProcessError(problem) from None
             return code if code >= 0 else 128 - code
         finally:
             for process in ranks.processes:

@@ -285,8 +285,8 @@ def evaluate(
         the others first compute all their batches. (With FSDP2 they would wait for this rank: use
         the `stop` of pad_batches.)
 
-    A rank that has no batch left waits for the others, for at most the timeout of the process
-    group. So divide the batches evenly.
+    A rank that has finished waits for the slowest rank, and this wait counts against the timeout of
+    the process group. So divide the batches evenly.
 
     evaluate runs the model in evaluation mode, without gradients, and restores the earlier modes.
     With DDP, loss_fn gets the module inside DDP. (A DDP inside another module can hang here: for
@@ -323,8 +323,8 @@ def evaluate(
         for module, training in modes:
             module.training = training
     _sum_over_ranks_(sums)()
-    mean, stopped = torch.stack([sums[0] / sums[1], sums[2]]).tolist()
-    return None if stopped else mean
+    loss_sum, count, stopped = sums.cpu()
+    return None if stopped else float(loss_sum / count)
 
 
 def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -411,7 +411,8 @@ def to_host(values: Tensor) -> Reader:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on `device`. Tuples, lists and dicts can be nested.
 
-    Other objects with a method to(), such as a PackedSequence, move themselves.
+    A subclass of dict becomes a dict. Other objects with a method to(), such as a PackedSequence,
+    move themselves.
     """
     if isinstance(batch, Tensor):
         # On MPS, a non-blocking copy can read memory that was freed (PyTorch issue 189690).
@@ -423,9 +424,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if callable(getattr(batch, "to", None)):
         return copy.copy(batch).to(device)  # BatchEncoding.to changes the object itself.
     if isinstance(batch, dict):
-        moved = copy.copy(batch)
-        moved.update((key, to_device(value, device)) for key, value in batch.items())
-        return moved
+        return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
         values = [to_device(value, device) for value in batch]
         # The constructor of a NamedTuple takes one argument per field.

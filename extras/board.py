@@ -23,8 +23,8 @@ def write_events(metrics: str, folder: str) -> None:
 
     metrics: lines of JSON objects with numbers or null, each with a "step" and perhaps a "time", in
     seconds since 1970. Other lines, such as one that is being written, are left out. folder: an
-    existing local folder. Event files of earlier calls are deleted at the end, so this function can
-    be called again during a training. ValueError if there are no metrics or no such folder.
+    existing local folder. Event files of earlier calls are deleted, so this function can be called
+    again during a training. ValueError if there are no metrics or no such folder.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: is not a local folder")
@@ -36,21 +36,10 @@ def write_events(metrics: str, folder: str) -> None:
             records += [numbers] if "step" in numbers else []
     if not records:
         raise ValueError(f"{folder}: there are no metrics")
-    older = event_files(folder)
-    try:
-        with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
-            for record in records:
-                for name, value in record.items():
-                    if name not in ("step", "time") and math.isfinite(value):
-                        writer.add_scalar(name, value, record["step"], record.get("time"))
-    except BaseException:
-        for path in event_files(folder) - older:
-            path.unlink(missing_ok=True)
-        raise
-    for path in older:
-        path.unlink(missing_ok=True)
-
-
-def event_files(folder: str) -> set[Path]:
-    """Return the event files that write_events has written in a folder."""
-    return {*Path(folder).glob(f"events.out.tfevents.*{SUFFIX}")}
+    for path in Path(folder).glob(f"events.out.tfevents.*{SUFFIX}"):
+        path.unlink()
+    with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
+        for record in records:
+            for name, value in record.items():
+                if name not in ("step", "time") and math.isfinite(value):
+                    writer.add_scalar(name, value, record["step"], record.get("time"))

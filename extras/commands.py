@@ -11,7 +11,7 @@ import click
 
 import run
 
-FORMATS = click.Choice(["hf", "safetensors", "nanogpt", "checkpoint"])
+FORMATS = click.Choice(["hf", "safetensors", "checkpoint"])
 OUTS = click.argument("outs", nargs=-1, required=True, metavar="OUT...")
 OUT = click.argument("out", envvar="DDPKIT_OUT", default="out")
 
@@ -93,8 +93,8 @@ def tensorboard(outs: tuple[str, ...]) -> None:
     "--format",
     type=FORMATS,
     required=True,
-    help="safetensors writes a file, the others a folder. hf and nanogpt are only for models with "
-    "--arch gpt2. checkpoint is one complete checkpoint, from which training can continue.",
+    help="safetensors writes a file, the others a folder. hf is only for models with --arch gpt2. "
+    "checkpoint is one complete checkpoint, from which training can continue.",
 )
 @click.option("-o", "--output", required=True, metavar="PATH", help="Must not exist.")
 def export(out: str, format: str, output: str) -> None:

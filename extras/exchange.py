@@ -6,7 +6,7 @@
 
 All formats but nanoGPT's need the package safetensors. Of Hugging Face's models, only GPT-2 can be
 read, and nothing is downloaded. Files are read with safetensors and torch.load(weights_only=True),
-which do not run code from a file. export.py writes the same formats.
+which do not run code from a file. export.py writes the other two formats.
 """
 
 import json
@@ -65,10 +65,10 @@ def read(path: str) -> Model:
                 "is not a file, and not a folder with a checkpoint of run.py, a model.safetensors "
                 "or a ckpt.pt"
             )
-        with open(file, "rb") as opened:
-            start = opened.read(9)  # a safetensors file begins with 8 bytes and a JSON object
-        return read_safetensors(file) if start.endswith(b"{") else read_nanogpt(file)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        return read_safetensors(file) if file.suffix == ".safetensors" else read_nanogpt(file)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # a damaged file can raise anything
         reason = error if isinstance(error, ValueError) else f"has a wrong format: {error!r}"
         raise ValueError(f"{path}: {reason}") from error
 
@@ -114,10 +114,10 @@ def gpt2_names(layers: int) -> dict[str, str]:
     return {ours: f"transformer.{theirs}" for ours, theirs in names.items()}
 
 
-def to_gpt2(weights: dict[str, Tensor], layers: int, conv1d: bool) -> dict[str, Tensor]:
-    """Return our weights under GPT-2's names. conv1d: the blocks' matrices become (in, out)."""
+def to_gpt2(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Return our weights as transformers stores them, with the blocks' matrices as (in, out)."""
     names = gpt2_names(layers)
-    return {theirs: _convert(theirs, weights[ours], conv1d) for ours, theirs in names.items()}
+    return {theirs: _convert(theirs, weights[ours], True) for ours, theirs in names.items()}
 
 
 def _convert(name: str, weight: Tensor, conv1d: bool) -> Tensor:
@@ -133,7 +133,6 @@ def from_gpt2(weights: dict[str, Tensor], heads: int, conv1d: bool) -> Model:
         for name, weight in weights.items()
         if not re.fullmatch(r".*\.attn\.(masked_)?bias", name)  # a buffer of older files
     }
-    check_weights(theirs)
     head = theirs.pop("transformer.lm_head.weight", None)
     layers = sum(name.endswith(".ln_1.weight") for name in theirs)
     biased = any(name.endswith(".bias") for name in theirs)
@@ -150,18 +149,34 @@ def from_gpt2(weights: dict[str, Tensor], heads: int, conv1d: bool) -> Model:
     ours["head.weight"] = ours["embedding.weight"]
     if head is not None and not torch.equal(head.float(), ours["head.weight"]):
         raise ValueError("lm_head.weight differs from wte.weight; in GPT-2 they are the same")
-    block_size, embd = ours["positions.weight"].shape
-    sizes = dict(block_size=block_size, layers=layers, heads=heads, embd=embd)
-    config = {"arch": "gpt2", "vocab": len(ours["embedding.weight"]), **sizes}
-    return Model(config, {"kind": "ids", "chars": ""}, ours)
+    config = {"arch": "gpt2", "heads": heads, "block_size": len(ours["positions.weight"])}
+    return check_model(config, {"kind": "ids", "chars": ""}, ours)
 
 
-def check_weights(weights: dict[str, Any]) -> None:
-    """Raise ValueError unless all values are tensors of finite floats."""
+def check_model(config: dict[str, Any], vocabulary: Any, weights: dict[str, Tensor]) -> Model:
+    """Return a model with the sizes of its weights. ValueError if its parts do not fit together.
+
+    Otherwise, a damaged file could ask for a model of any size.
+    """
     for name, weight in weights.items():
-        floats = isinstance(weight, Tensor) and weight.is_floating_point()
-        if not floats or not weight.float().isfinite().all():
+        if not weight.is_floating_point() or not weight.float().isfinite().all():
             raise ValueError(f"{name} is not a tensor of finite numbers")
+    arch, heads, block_size = config["arch"], config["heads"], config["block_size"]
+    vocab, embd = weights["embedding.weight"].shape
+    layers = sum(name.endswith(".qkv.weight") for name in weights)
+    shapes = {f"blocks.{i}.qkv.weight": (3 * embd, embd) for i in range(layers)}
+    if arch == "gpt2":
+        shapes["positions.weight"] = (block_size, embd)
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(f"{name} is {tuple(weights[name].shape)}; it must be {shape}")
+    kind, chars = vocabulary["kind"], vocabulary["chars"]
+    if [*map(type, (arch, heads, block_size, chars))] != [str, int, int, str]:
+        raise ValueError("its config or vocabulary has values of wrong types")
+    if {"char": len(chars), "byte": 256}.get(kind, vocab) != vocab:
+        raise ValueError(f"its vocabulary does not have {vocab} tokens")
+    sizes = dict(vocab=vocab, block_size=block_size, layers=layers, heads=heads, embd=embd)
+    return Model({"arch": arch, **sizes}, {"kind": kind, "chars": chars}, weights)
 
 
 # -------------------------------------------------------------------------------------------- files
@@ -194,6 +209,8 @@ def read_nanogpt(path: Path) -> Model:
     """Read the ckpt.pt of nanoGPT."""
     try:
         state = torch.load(path, "cpu", weights_only=True)
+    except OSError:
+        raise
     except Exception as error:
         raise ValueError(
             f"torch.load(weights_only=True) raises {type(error).__name__}. If you trust the file, "
@@ -201,13 +218,12 @@ def read_nanogpt(path: Path) -> Model:
         ) from error
     match state:
         case {"model": dict(weights), "model_args": {"n_head": heads}}:
-            model = from_gpt2(weights, heads, conv1d=False)
+            return from_gpt2(weights, heads, conv1d=False)
         case _:
             raise ValueError(
                 "is not a nanoGPT checkpoint with 'model' and 'model_args'; for a checkpoint of "
                 "run.py name its folder"
             )
-    return model._replace(vocabulary=state.get("vocabulary", model.vocabulary))
 
 
 def read_safetensors(path: Path) -> Model:
@@ -216,7 +232,7 @@ def read_safetensors(path: Path) -> Model:
     if "ddpkit" not in header:
         raise ValueError("its header has no config; for a model of Hugging Face name the folder")
     about = json.loads(header["ddpkit"])
-    return Model(about["config"], about["vocabulary"], weights)
+    return check_model(about["config"], about["vocabulary"], weights)
 
 
 def load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -1,16 +1,14 @@
-"""Write models for other programs: Hugging Face's GPT-2, nanoGPT, and safetensors files.
+"""Write models for other programs: Hugging Face's GPT-2, and safetensors files.
 
     model = (config, vocabulary, weights)                            # see Model in exchange.py
     write(model, "hf", "gpt2-mine", exchange.to_gpt2, exchange.make_tokenizer)
     model = AutoModelForCausalLM.from_pretrained("gpt2-mine")        # in transformers
 
-Needs torch, and safetensors for all formats but nanoGPT's.
+Needs torch and safetensors.
 """
 
-import io
 import json
 import os
-import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +22,10 @@ def write(
     model: tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]],
     format: str,
     path: str,
-    to_gpt2: Callable[[dict[str, Tensor], int, bool], dict[str, Tensor]],
+    to_gpt2: Callable[[dict[str, Tensor], int], dict[str, Tensor]],
     make_tokenizer: Callable[[str, str], Any],
 ) -> None:
-    """Write a model to `path`: a folder for "hf" and "nanogpt", a file for "safetensors".
+    """Write a model to `path`: a folder for "hf", a file for "safetensors".
 
     model: config, vocabulary and weights, as in exchange.Model. to_gpt2 and make_tokenizer: these
     functions of exchange.py; "safetensors" does not use them.
@@ -48,9 +46,7 @@ def write(
         if format == "hf":
             bare = vocabulary["kind"] == "ids"
             tokenizer = None if bare else make_tokenizer(vocabulary["kind"], vocabulary["chars"])
-            write_hf(config, tokenizer, to_gpt2(weights, config["layers"], True), temporary)
-        elif format == "nanogpt":
-            write_nanogpt(config, vocabulary, to_gpt2(weights, config["layers"], False), temporary)
+            write_hf(config, tokenizer, to_gpt2(weights, config["layers"]), temporary)
         else:
             write_safetensors(config, vocabulary, weights, temporary)
         os.rename(temporary, target)
@@ -90,41 +86,6 @@ def write_hf(
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
     save_safetensors(weights, folder / "model.safetensors")
-
-
-def write_nanogpt(
-    config: dict[str, Any], vocabulary: dict[str, Any], weights: dict[str, Tensor], folder: Path
-) -> None:
-    """Write ckpt.pt and, for characters, the meta.pkl that nanoGPT's sample.py looks for.
-
-    weights: GPT-2's names, matrices (out, in). Put the folder into nanoGPT's data/ under the same
-    name. Training cannot be resumed there, because the state of the optimizer is missing.
-    """
-    model_args = {
-        "n_layer": config["layers"],
-        "n_head": config["heads"],
-        "n_embd": config["embd"],
-        "block_size": config["block_size"],
-        "bias": True,
-        "vocab_size": config["vocab"],
-        "dropout": 0.0,
-    }
-    state = {
-        "model": {**weights, "lm_head.weight": weights["transformer.wte.weight"]},
-        "model_args": model_args,
-        "vocabulary": vocabulary,
-        "config": {"dataset": folder.name},
-    }
-    folder.mkdir()
-    file = io.BytesIO()  # torch.save would hide an OSError, for example of a full disk
-    torch.save(state, file)
-    (folder / "ckpt.pt").write_bytes(file.getbuffer())
-    if vocabulary["kind"] == "char":
-        chars = vocabulary["chars"]
-        ids = {char: i for i, char in enumerate(chars)}
-        meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": ids}
-        # These are plain values only, so reading the pickle runs no code.
-        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
 def write_safetensors(

@@ -35,11 +35,10 @@ def report(world: Any, timeout: float) -> Iterator[None]:
     """Watch this rank during the block.
 
     All ranks must use this function, inside the block of ddp_setup.process_group. wait_together and
-    from_rank_zero count as waiting: choose a timeout that is longer than the work in them, and
-    shorter than that of process_group.
+    from_rank_zero do not count as waiting, because they are for slow work.
 
     world: ddp_setup.World.
-    timeout: seconds in one collective after which a rank is stuck.
+    timeout: seconds in one collective after which a rank is stuck, less than that of process_group.
     """
     if world.size == 1:
         yield
@@ -64,6 +63,7 @@ def _watch(world: Any, store: Any, timeout: float, main: int, ended: threading.E
     """Store this rank's program lines 20 times per timeout. End the process when it is stuck."""
     before, since = None, time.monotonic()
     try:
+        _collectives(world)  # If it fails, say so now.
         while not ended.wait(timeout / 20):
             numbers, waiting = _collectives(world)
             if not waiting or numbers != before:
@@ -118,7 +118,11 @@ def _collectives(world: Any) -> tuple[Any, bool]:
     numbers = [gloo["pg_status"]]
     if not gloo["pg_status"]:  # process_group has made at least one collective
         raise ValueError("torch's flight recorder is off; is TORCH_FR_BUFFER_SIZE 0?")
-    waiting = not all(entry["retired"] for entry in gloo["entries"])
+    # Slow work in wait_together is not a hang, so its group does not count.
+    slow = world.gloo.group_name
+    waiting = any(
+        not entry["retired"] and entry["process_group"][0] != slow for entry in gloo["entries"]
+    )
     if world.device.type == "cuda":
         nccl = json.loads(c10d._dump_nccl_trace_json(False, False))["pg_status"]
         numbers.append(nccl)

@@ -277,7 +277,10 @@ def _write_manifest(ckpt: ModuleType, path: Path, manifest: State, parts: list[A
 
 
 def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor]]:
-    """Return the manifest, and its tensors on the device "meta". ValueError if it is damaged."""
+    """Return the manifest, and its tensors on the device "meta". ValueError if it is damaged.
+
+    A forged manifest, with the right digest, can raise anything.
+    """
     file = path / MANIFEST
     if not file.is_file():  # opening a pipe might never end
         raise ValueError(
@@ -286,13 +289,8 @@ def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor
         )
     if not path.name.endswith(f"-{ckpt.sha256(file)[:32]}"):
         raise ValueError(f"damaged: {MANIFEST} does not have the digest in the name of the folder")
-    try:
-        manifest: State = json.loads(file.read_bytes())
-        outline = _outline(manifest)
-        _build_state(manifest, outline)
-    except Exception as error:  # a forged manifest can raise anything
-        raise ValueError(f"not a manifest: {error!r}") from error
-    return manifest, outline
+    manifest: State = json.loads(file.read_bytes())
+    return manifest, _outline(manifest)
 
 
 def _outline(manifest: State) -> dict[str, Tensor]:
@@ -333,11 +331,24 @@ def load(ckpt: ModuleType, outline: bool, folder: str, entry: Any) -> State:
     """
     if entry.name.endswith(".pt"):
         return dict(ckpt.load(folder, entry))
-    path = Path(folder, entry.name)
+    try:
+        return _load(ckpt, outline, Path(folder, entry.name))
+    except (OSError, ValueError, MemoryError):
+        raise
+    except Exception as error:  # a forged checkpoint can raise anything
+        raise ValueError(f"not a checkpoint: {error!r:.200}") from error
+
+
+def _load(ckpt: ModuleType, outline: bool, path: Path) -> State:
     manifest, tensors = read_manifest(ckpt, path)
+    size = 0
     for name, (_, digest) in manifest["files"].items():
-        if not (path / name).is_file() or ckpt.sha256(path / name) != digest:
+        file = path / name
+        if not file.is_file() or ckpt.sha256(file) != digest:
             raise ValueError(f"damaged: {name} does not have the digest in the manifest")
+        size += file.stat().st_size
+    if sum(tensor.nbytes for tensor in tensors.values()) > size:
+        raise ValueError("not a checkpoint: its files are smaller than its tensors")
     if outline:
         return {**_build_state(manifest, tensors), "sharded_path": f"{path}"}
     values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
@@ -373,11 +384,8 @@ def _read_shard(path: Path, start: int, length: int) -> Tensor:
     with path.open("rb") as file:
         file.seek(start)
         record = io.BytesIO(file.read(length))
-    try:
-        value: Tensor = torch.load(record, "cpu", weights_only=True)
-        return value
-    except Exception as error:  # of a forged file
-        raise ValueError(f"not a checkpoint: {path.name}: {type(error).__name__}") from error
+    value: Tensor = torch.load(record, "cpu", weights_only=True)
+    return value
 
 
 def restore_(ckpt: ModuleType, state: State, model: nn.Module, optimizers: Optimizers) -> None:

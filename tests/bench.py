@@ -40,6 +40,7 @@ import chardata  # noqa: E402
 import ddp_setup  # noqa: E402
 import gpt  # noqa: E402
 import loop  # noqa: E402
+import run  # noqa: E402
 from extras.muon import Muon  # noqa: E402
 
 Step = Callable[[], Any]
@@ -260,8 +261,9 @@ def windows(shape: Shape) -> TensorDataset:
 def measure(size: int, *job: Any) -> Times:
     """Return what time_steps measures in `size` new processes."""
     with tempfile.TemporaryDirectory() as folder:
-        code = ddp_setup.spawn(time_steps, size, f"{folder}/times", *job)
-        return json.loads(Path(folder, "times").read_text()) if code == 0 else {}
+        if code := ddp_setup.spawn(time_steps, size, f"{folder}/times", *job):
+            sys.exit(code)  # Ctrl-C
+        return json.loads(Path(folder, "times").read_text())
 
 
 def time_steps(
@@ -273,6 +275,7 @@ def time_steps(
     out.
     """
     repeat = 4 if device == "cuda" else 1  # steps in a call: a GPU must not wait for each of them
+    run.keep_freed_memory()  # This helps the other candidates, too.
     with ddp_setup.process_group(device) as world:
 
         def call(step: Step) -> float:
@@ -319,7 +322,7 @@ def compare(shape: Shape, times: Times, name: str, other: str) -> None:
         return
     rate, other_rate = (shape.T * shape.B / statistics.median(times[n]) for n in (name, other))
     low, ratio, high = statistics.quantiles(
-        (theirs / mine for mine, theirs in zip(times[name], times[other])), n=4
+        (theirs / mine for mine, theirs in zip(times[name], times[other])), n=4, method="inclusive"
     )
     unclear = "  unclear" if high - low > abs(ratio - 1) else ""
     click.echo(

@@ -26,7 +26,6 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch  # noqa: E402
 
-import ddp_setup  # noqa: E402
 import run as program  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,11 +181,6 @@ def signalled(launcher: list[str], where: str, place: Path) -> dict[str, Any]:
     program = f"{ROOT}/tests/faults/signalled.py"
     variables = {"TEST_SIGNAL": where, "TEST_PLACE": f"{place}"}
     return {"launcher": [*launcher[:-1], program], "env": variables}
-
-
-def run_on_ranks(function: Callable[..., Any], size: int, *args: str) -> None:
-    """Call function(*args), a function of a test module, in `size` ranks."""
-    assert ddp_setup.spawn(function, size, *args) == 0
 
 
 def free_port() -> int:

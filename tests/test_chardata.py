@@ -3,10 +3,10 @@
 import io
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
-import tracemalloc
 from collections import Counter
 from functools import partial
 from itertools import accumulate, islice
@@ -29,7 +29,6 @@ TEXTS = {
     "newlines": "unix\nwindows\r\nmac\rnext\x85line\u2028paragraph\u2029form\x0cend",
     "control": "\x00\x01\x7f\ufeff\ufffe\U0010ffff",
 }
-ALL_TEXTS = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 
 
 def ramp(n, dtype=np.uint32):
@@ -62,56 +61,28 @@ def test_permute_is_a_bijection_for_every_n_to_2000():
         assert np.array_equal(np.sort(chardata.permute(np.arange(n), n, key=n)), np.arange(n)), n
 
 
-@pytest.mark.parametrize("n", [1_000_000, 1_000_003, 1024**2, 1023 * 1024 + 1])
-def test_permute_is_a_bijection_for_a_million(n):
-    counts = np.bincount(chardata.permute(np.arange(n), n, key=7), minlength=n)
-    assert len(counts) == n and (counts == 1).all()
-
-
-@pytest.mark.parametrize("n", [2**31 + 11, 10**10, 2**40 - 1, 10**15 + 37, 2**53 + 1, 2**62 - 57])
+@pytest.mark.parametrize("n", [10**6, 2**31 + 11, 2**53 + 1, 2**62 - 57])
 def test_permute_of_a_huge_range_stays_in_the_range_without_collisions(n):
-    rng = np.random.default_rng(n)
     some = np.arange(50_000)
-    index = np.unique(np.concatenate([rng.integers(0, n, 50_000), some, n - 1 - some]))
+    index = np.concatenate([some, some * (n // 10**5) + 50_000, n - 1 - some])
     places = chardata.permute(index, n, key=3)
-    assert places.dtype == np.int64 and places.min() >= 0 and places.max() < n
-    assert len(np.unique(places)) == len(index)
-    assert places.max() > 0.99 * n > 0.01 * n > places.min()
+    assert places.dtype == np.int64 and len(np.unique(places)) == len(np.unique(index))
+    assert n > places.max() > 0.99 * n > 0.01 * n > places.min() >= 0
 
 
-def test_permute_gives_known_values_so_that_old_runs_resume_in_the_same_order():
+def test_the_order_has_known_values_so_that_old_runs_resume_in_the_same_order():
     assert chardata.permute(np.arange(8), 1000, 0).tolist() == KNOWN_PLACES
-    huge = chardata.permute(np.array([0, 1, 10**15]), 10**15 + 37, 2**64 - 1)
-    assert huge.tolist() == KNOWN_HUGE_PLACES
-
-
-def test_permute_of_a_square_number_and_rank_indices_have_known_values():
     assert chardata.permute(np.arange(8), 1024, 5).tolist() == KNOWN_PLACES_OF_A_SQUARE
-    assert chardata.rank_indices(10, 0, 1, epoch=3, seed=7).tolist() == KNOWN_INDICES
-
-
-def test_permute_computes_each_index_alone_and_keeps_the_shape():
-    n, index = 12345, np.array([[12344, 0, 17], [17, 5000, 1]])
-    together = chardata.permute(index, n, key=1)
-    alone = [int(chardata.permute(np.array([i]), n, key=1)[0]) for i in index.ravel()]
-    assert together.shape == index.shape and together.ravel().tolist() == alone
+    huge = chardata.permute(np.array([[0, 1, 10**15]]), 10**15 + 37, 2**64 - 1)
+    assert huge.tolist() == [KNOWN_HUGE_PLACES]
+    n = np.arange(5).sum()  # NumPy would mix its int64 with uint64 to float64.
+    assert chardata.rank_indices(n, 0, 1, epoch=3, seed=7).tolist() == KNOWN_INDICES
 
 
 def test_permute_does_not_change_its_argument():
     index = np.arange(100, dtype=np.uint64)
     assert not np.array_equal(chardata.permute(index, 100, key=1), index)
     assert np.array_equal(index, np.arange(100))
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 10])
-def test_over_many_epochs_each_index_comes_equally_often_at_each_place(n):
-    epochs, counts = 2000, np.zeros((n, n))
-    for epoch in range(epochs):
-        counts[np.arange(n), chardata.rank_indices(n, 0, 1, epoch, seed=0)] += 1
-    expected = epochs / n
-    # Rows and columns both have fixed sums: hence the factor and (n - 1)^2 degrees of freedom.
-    statistic = (n - 1) / n * ((counts - expected) ** 2 / expected).sum()
-    assert statistic < chi_square_bound((n - 1) ** 2)
 
 
 def test_over_many_epochs_each_of_the_24_orders_of_four_comes_equally_often():
@@ -123,21 +94,6 @@ def test_over_many_epochs_each_of_the_24_orders_of_four_comes_equally_often():
     assert statistic < chi_square_bound(23)
 
 
-def test_permute_moves_neighbours_to_unrelated_places():
-    n, buckets = 100_003, 64
-    places = chardata.permute(np.arange(n), n, key=12)
-    counts = np.bincount((np.diff(places) % n) * buckets // n, minlength=buckets)
-    expected = (n - 1) / buckets
-    assert ((counts - expected) ** 2 / expected).sum() < chi_square_bound(buckets - 1)
-
-
-def test_permutations_of_two_keys_agree_only_by_chance():
-    orders = [chardata.permute(np.arange(1000), 1000, key) for key in (0, 1, 2, 3, 2**64 - 1)]
-    for i, a in enumerate(orders):
-        for b in orders[:i]:
-            assert (a == b).sum() < 10  # Poisson with mean 1: exceeded once in 10^7
-
-
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 101])
 def test_the_indices_of_all_ranks_are_a_partition(n, world_size):
@@ -146,26 +102,22 @@ def test_the_indices_of_all_ranks_are_a_partition(n, world_size):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@pytest.mark.parametrize("n, rank, world_size", [(10, 2, 1), (10, 2, 2), (10, -1, 2), (0, 0, 1)])
-def test_rank_indices_refuse_a_rank_that_does_not_exist_and_no_rows(n, rank, world_size):
-    with pytest.raises(ValueError, match=f"n is {n}, rank is {rank}, world_size is {world_size}"):
-        chardata.rank_indices(n, rank, world_size, 0, 0)
-
-
-def test_the_number_of_indices_may_be_an_integer_of_numpy():
-    n = np.arange(10).sum()
-    assert np.array_equal(
-        chardata.rank_indices(n, 0, 1, 0, 0), chardata.rank_indices(45, 0, 1, 0, 0)
-    )
+def test_rank_indices_refuse_a_rank_that_does_not_exist_and_no_rows():
+    for n, rank, world_size in [(10, 2, 2), (10, -1, 2), (0, 0, 1)]:
+        with pytest.raises(
+            ValueError, match=f"n is {n}, rank is {rank}, world_size is {world_size}"
+        ):
+            chardata.rank_indices(n, rank, world_size, 0, 0)
 
 
 def test_rank_indices_are_a_sampler_for_a_data_loader_and_differ_between_epochs():
-    which = [(0, 0), (0, 0), (1, 0), (0, 1)]
-    a, same, next_epoch, other_seed = (chardata.rank_indices(50, 1, 3, *w) for w in which)
-    assert np.array_equal(a, same)
-    assert not np.array_equal(a, next_epoch) and not np.array_equal(a, other_seed)
-    loader = torch.utils.data.DataLoader(range(50), batch_size=4, sampler=a)
-    assert torch.cat(list(loader)).tolist() == a.tolist()
+    a, next_epoch, other_seed = (
+        chardata.rank_indices(50, 1, 3, *which).tolist() for which in [(0, 0), (1, 0), (0, 1)]
+    )
+    assert next_epoch != a != other_seed
+    sampler = chardata.rank_indices(50, 1, 3, 0, 0)
+    loader = torch.utils.data.DataLoader(range(50), batch_size=4, sampler=sampler)
+    assert torch.cat(list(loader)).tolist() == a
 
 
 # ------------------------------------------------------------------------------------------ steps
@@ -231,54 +183,21 @@ def test_an_epoch_that_is_too_long_to_read_at_once_has_each_window_once():
     assert global_batches(n, block_size, batch_size, 4, start=3) == alone[3:]
 
 
-@pytest.mark.parametrize("n", [5, 6, 7, 8, 9, 11, 12, 13])
-def test_over_many_epochs_even_few_tokens_are_all_used(n):
-    firsts = sum(global_batches(n, 4, 3, 50), [])
-    assert min(firsts) == 0 and max(firsts) == n - 5
-
-
-@pytest.mark.parametrize("n, block_size", [(300, 128), (103, 4), (9, 8), (15, 8), (16, 8), (17, 8)])
-def test_exactly_the_tokens_before_the_offset_and_after_the_last_target_are_in_no_window(
-    n, block_size
-):
-    count = chardata.num_windows(n, block_size)
-    offsets = set()
-    for epoch in range(200):
-        plan = BatchPlan(ramp(n), block_size, count)
-        ((((x, y),), total),) = steps(plan, 1, start=epoch)
-        used = set(x.flatten().tolist()) | set(y.flatten().tolist())
-        offset = min(used)
+@pytest.mark.parametrize("n, block_size", [(103, 4), (9, 8), (16, 8), (17, 8)])
+def test_the_windows_of_an_epoch_are_contiguous_and_begin_at_every_possible_offset(n, block_size):
+    """Otherwise some tokens would never be used."""
+    count, offsets = chardata.num_windows(n, block_size), set()
+    for ((x, y),), total in steps(BatchPlan(ramp(n), block_size, count), 200):
+        offset = int(x.min())
         offsets.add(offset)
-        assert used == set(range(offset, offset + count * block_size + 1))
-        assert n - len(used) == n - 1 - count * block_size <= max(0, 2 * block_size - 2)
-        assert total == count * block_size == len(set(y.flatten().tolist()))
-    assert min(offsets) >= 0 and max(offsets) <= n - 1 - count * block_size
-    assert len(offsets) > 0.5 * (n - count * block_size)
+        assert sorted(y.flatten().tolist()) == [*range(offset + 1, offset + 1 + total)]
+        assert total == count * block_size
+    assert offsets == set(range(n - count * block_size))
 
 
-def test_ranks_without_a_window_get_one_that_counts_nothing():
-    plan = BatchPlan(ramp(20), 4, 8)
-    totals = [steps(plan, 1, rank=rank, world_size=6)[0][1] for rank in range(6)]
-    assert sorted(totals) == [0, 0, 16, 16, 16, 16]  # 4 windows of 4
-
-
-def test_every_epoch_has_another_order_and_another_offset():
-    n, block_size = 103, 4
-    windows = chardata.num_windows(n, block_size)
-    plan = BatchPlan(ramp(n), block_size, 1)
-    firsts = [int(micro[0][0][0, 0]) for micro, _ in steps(plan, 100 * windows)]
-    offsets, orders = [], []
-    for epoch in range(100):
-        mine = firsts[epoch * windows : (epoch + 1) * windows]
-        offsets.append(min(mine))
-        orders.append(tuple((first - min(mine)) // block_size for first in mine))
-    assert len(set(orders)) == 100
-    assert set(offsets) == set(range(n - windows * block_size))  # all 7 possible offsets occur
-
-
-def test_the_seed_decides_order_and_offset():
+def test_the_seed_decides_order_and_offset_and_is_0_by_default():
     a, same, other = (global_batches(1000, 7, 5, 40, seed=seed) for seed in (0, 0, 1))
-    assert a == same != other
+    assert a == same != other and BatchPlan((), 1, 1).seed == 0
 
 
 def test_steps_give_known_windows_so_that_old_runs_resume_with_the_same_data():
@@ -287,31 +206,16 @@ def test_steps_give_known_windows_so_that_old_runs_resume_with_the_same_data():
     assert firsts == KNOWN_FIRSTS
 
 
-def test_without_a_seed_the_order_is_that_of_seed_0():
-    plan = BatchPlan(ramp(1000), 16, 5)
-    for (a, _), (b, _) in zip(steps(plan, 9), steps(plan._replace(seed=0), 9), strict=True):
-        assert_same_batches(a, b)
-
-
 @pytest.mark.parametrize("options", [{}, {"rank": 1, "world_size": 3, "accum": 2}])
 def test_starting_at_a_step_equals_skipping_to_the_step(options):
-    def as_lists(some):
-        return [([(x.tolist(), y.tolist()) for x, y in micro], total) for micro, total in some]
-
+    """Otherwise a resumed run would see other data."""
     plan = BatchPlan(ramp(103), 4, 5)
-    whole = as_lists(steps(plan, 20, **options))
+    whole = steps(plan, 20, **options)
     for start in range(15):
-        assert as_lists(steps(plan, 5, start=start, **options)) == whole[start : start + 5]
+        assert f"{steps(plan, 5, start=start, **options)}" == f"{whole[start : start + 5]}"
 
 
-def test_a_start_in_the_far_future_takes_no_time():
-    ((micro_batches, total),) = steps(BatchPlan(ramp(103), 4, 5), 1, start=10**15)
-    assert total == 20 and len(micro_batches) == 1
-
-
-@pytest.mark.parametrize(
-    "n, block_size, batch_size", [(103, 4, 5), (103, 4, 6), (103, 4, 100), (9, 8, 2), (50, 1, 7)]
-)
+@pytest.mark.parametrize("n, block_size, batch_size", [(103, 4, 6), (103, 4, 100), (50, 1, 7)])
 def test_tokens_before_a_step_are_the_sum_of_the_counts_before(n, block_size, batch_size):
     plan = BatchPlan(ramp(n), block_size, batch_size)
     totals = [total for _, total in steps(plan, 30)]
@@ -321,15 +225,8 @@ def test_tokens_before_a_step_are_the_sum_of_the_counts_before(n, block_size, ba
 
 def test_too_few_tokens_for_a_window_is_an_error_that_names_both_numbers():
     assert chardata.num_windows(9, 8) == 1
-    plan = BatchPlan(ramp(8), 8, 1)
-    calls = [
-        lambda: chardata.num_windows(8, 8),
-        lambda: chardata.steps_per_epoch(plan),
-        lambda: next(chardata.steps(plan)),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="8 tokens are too few: block size 8 needs 9"):
-            call()
+    with pytest.raises(ValueError, match="8 tokens are too few: block size 8 needs 9"):
+        next(chardata.steps(BatchPlan(ramp(8), 8, 1)))
 
 
 # ----------------------------------------------------------------------------------- every window
@@ -352,34 +249,6 @@ def test_every_window_has_each_token_but_the_first_once_as_a_target(world_size):
         targets = sorted(token for _, y in batches for token in y.flatten().tolist())
         assert targets == list(range(1, n))
         assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
-
-
-def test_every_window_goes_in_order_and_ends_with_the_short_window():
-    batches = list(chardata.every_window(BatchPlan(ramp(36), 4, 3)))
-    assert [tuple(x.shape) for x, _ in batches] == [(3, 4), (3, 4), (2, 4), (1, 3)]
-    assert torch.cat([y.flatten() for _, y in batches]).tolist() == list(range(1, 36))
-
-
-def test_every_window_of_one_token_goes_alone_with_batch_size_1():
-    batches = list(chardata.every_window(BatchPlan(ramp(6), 1, 1)))
-    assert [(x.tolist(), y.tolist()) for x, y in batches] == [([[i]], [[i + 1]]) for i in range(5)]
-
-
-def test_every_window_of_no_tokens_gives_no_batch():
-    assert list(chardata.every_window(BatchPlan((), 4, 3))) == []
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("batch_size", [4, 512])
-def test_every_window_gives_the_ranks_nearly_equal_numbers_of_windows(world_size, batch_size):
-    plan = BatchPlan([np.zeros(62 * 16 + 1, np.uint8)], 16, batch_size)
-    batches = partial(chardata.every_window, plan, world_size=world_size)
-    rows = [[len(x) for x, _ in batches(rank=rank)] for rank in range(world_size)]
-    assert sum(map(sum, rows)) == 62 and max(map(max, rows)) <= batch_size
-    # Each batch is rounded up by at most one window.
-    assert max(map(sum, rows)) <= math.ceil(62 / world_size) + max(map(len, rows))
-    assert max(map(len, rows)) == math.ceil(62 / (batch_size * world_size))
-    assert max(map(len, rows)) <= min(map(len, rows)) + 1
 
 
 # ----------------------------------------------------------------------- several arrays, and split
@@ -407,60 +276,36 @@ def test_several_arrays_are_read_as_one(lengths):
     assert_same_batches(chardata.every_window(ours), chardata.every_window(reference))
 
 
-def test_two_arrays_that_meet_anywhere_are_read_as_one():
-    whole = list(chardata.every_window(BatchPlan(ramp(103), 8, 5)))
-    one = [micro[0] for micro, _ in steps(BatchPlan(ramp(103), 8, 5), 3)]
-    for at in range(1, 103):
-        plan = BatchPlan(cut(ramp(103)[0], [at, 103 - at]), 8, 5)
-        assert_same_batches(chardata.every_window(plan), whole)
-        assert_same_batches([micro[0] for micro, _ in steps(plan, 3)], one)
-
-
-def test_arrays_of_different_types_are_read_as_one():
-    mixed = (
-        np.arange(20, dtype=np.uint8),
-        np.arange(20, 50, dtype=np.uint64),
-        np.arange(50, 103, dtype=">u2"),
-    )
-    plan, reference = BatchPlan(mixed, 8, 5), BatchPlan(ramp(103), 8, 5)
-    assert_same_batches(chardata.every_window(plan), chardata.every_window(reference))
-    for (a, _), (b, _) in zip(steps(plan, 9), steps(reference, 9), strict=True):
-        assert_same_batches(a, b)
-
-
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("fraction", [0, 0.001, 0.1, 0.5, 53 / 103, 0.97, 1])
-def test_a_split_is_by_position_and_loses_nothing(lengths, fraction):
-    arrays = cut(np.arange(103, dtype=np.uint32), lengths)
-    before, after = chardata.split(arrays, fraction)
-    assert [token for array in (*before, *after) for token in array] == list(range(103))
-    assert chardata.num_tokens(after) == round(103 * fraction)
-    assert all(len(array) for array in (*before, *after))
-    assert all(any(np.shares_memory(array, a) for a in arrays) for array in (*before, *after))
-
-
-@pytest.mark.parametrize("max_val, expected", [(0, 31), (1, 2), (7, 8), (30, 31), (99, 31)])
-@pytest.mark.parametrize("lengths", [[103], [70, 5, 28]])
-def test_a_split_can_keep_only_the_first_validation_tokens(lengths, max_val, expected):
-    arrays = cut(np.arange(103, dtype=np.uint32), lengths)
-    before, after = chardata.split(arrays, 0.3, max_val)
-    assert [token for array in before for token in array] == list(range(72))
-    assert [token for array in after for token in array] == list(range(72, 72 + expected))
+@pytest.mark.parametrize(
+    "fraction, max_val, cut_at, stop",
+    [
+        (0, 0, 103, 103),
+        (0.3, 0, 72, 103),
+        (0.3, 1, 72, 74),
+        (0.3, 30, 72, 103),
+        (0.3, 99, 72, 103),
+        (1, 0, 0, 103),
+    ],
+)
+def test_a_split_is_by_position_and_copies_nothing(lengths, fraction, max_val, cut_at, stop):
+    arrays = cut(ramp(103)[0], lengths)
+    before, after = chardata.split(arrays, fraction, max_val)
+    assert [token for array in before for token in array] == list(range(cut_at))
+    assert [token for array in after for token in array] == list(range(cut_at, stop))
+    for array in (*before, *after):
+        assert len(array) and any(np.shares_memory(array, a) for a in arrays)
 
 
 # ------------------------------------------------------------------------------------ ids too high
 
 
-@pytest.mark.parametrize("dtype, top", [("u2", 100), ("u8", 100), ("u8", 2**63), ("u8", 2**64 - 1)])
-@pytest.mark.parametrize("count", [1, 3])
-def test_an_id_that_is_not_below_the_vocabulary_never_becomes_a_batch(dtype, top, count, tmp_path):
-    for i in range(count):
-        tokens = np.full(200, 99, dtype)
-        tokens[77] = top if i == count - 1 else 0
-        np.save(tmp_path / f"{i}.npy", tokens)
-    corpus = read(tmp_path / "*.npy", "char", vocab=100)
-    assert corpus.vocab == 100
-    plan = BatchPlan(corpus.tokens, 16, 4, vocab=100)
+@pytest.mark.parametrize("dtype, top", [("u2", 100), ("u8", 2**64 - 1)])
+def test_an_id_that_is_not_below_the_vocabulary_never_becomes_a_batch(dtype, top):
+    """On a GPU, it would be an assertion in a kernel, which names no token."""
+    tokens = np.full(200, 99, dtype)
+    tokens[77] = top
+    plan = BatchPlan((np.zeros(50, "u1"), tokens), 16, 4, vocab=100)
     for batches in (chardata.steps, chardata.every_window):
         message = f"the tokens have the id {top}; the vocabulary ends at 99"
         with pytest.raises(ValueError, match=message):
@@ -469,47 +314,30 @@ def test_an_id_that_is_not_below_the_vocabulary_never_becomes_a_batch(dtype, top
             assert list(islice(batches(plan._replace(vocab=101)), 100))
 
 
-def test_the_window_of_a_rank_that_has_none_is_checked_too():
-    plan = BatchPlan((np.full(40, 500, np.uint16),), 16, 8, vocab=500)
-    with pytest.raises(ValueError, match="id 500"):
-        next(chardata.steps(plan, rank=0, world_size=3))
-    assert next(chardata.steps(plan._replace(vocab=501), rank=0, world_size=3))[1] == 0
-
-
 # ------------------------------------------------------------------------------------- vocabulary
 
 
-@ALL_TEXTS
-def test_any_text_comes_back_from_its_characters_byte_for_byte(text, tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(text.encode())
-    corpus = read(path, "char")
-    assert corpus.kind == "char" and corpus.chars == "".join(sorted(set(text)))
-    assert corpus.vocab == len(set(text)) and corpus.stamps == ()
-    assert [corpus.chars[i] for i in corpus.tokens[0]] == list(text)
-    assert list(chardata.decode(corpus.tokens[0].tolist(), "char", corpus.chars)) == list(text)
-    assert np.array_equal(chardata.encode(text, "char", corpus.chars), corpus.tokens[0])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_any_text_comes_back_byte_for_byte(text, tmp_path):
+    (tmp_path / "text").write_bytes(text.encode())
+    for kind, chars in [("char", "".join(sorted(set(text)))), ("byte", "")]:
+        corpus = read(tmp_path / "text", kind)
+        assert (corpus.kind, corpus.chars) == (kind, chars)
+        assert corpus.vocab == (len(chars) or 256)
+        assert list(chardata.decode(corpus.tokens[0].tolist(), kind, chars)) == list(text)
+        assert np.array_equal(chardata.encode(text, kind, chars), corpus.tokens[0])
+        # A later change of a text that is in memory does no harm.
+        assert len(corpus.stamps) == (kind == "byte")
 
 
-@ALL_TEXTS
-def test_any_text_comes_back_from_its_bytes(text):
-    ids = chardata.encode(text, "byte", "")
-    assert ids.dtype == np.uint8 and ids.tobytes() == text.encode()
-    assert list(chardata.decode(ids.tolist(), "byte", "")) == list(text)
-
-
-@pytest.mark.parametrize("count", [1, 2, 254, 255, 256, 257, 65535, 65536, 65537])
-def test_a_vocabulary_of_any_size_round_trips_in_the_smallest_type(count):
+@pytest.mark.parametrize("count, bits", [(1, 8), (256, 8), (257, 16), (65536, 16), (65537, 32)])
+def test_a_vocabulary_of_any_size_round_trips_in_the_smallest_type(count, bits):
     chars = "".join(chr(i if i < 0xD800 else i + 0x800) for i in range(count))  # no surrogates
     ids = chardata.encode(chars[::-1], "char", chars)
-    assert ids.dtype == (np.uint8 if count <= 256 else np.uint16 if count <= 65536 else np.uint32)
-    assert ids.tolist() == list(range(count))[::-1]
-    if count < 65536:
-        with pytest.raises(ValueError, match=f"at 1 is not in the vocabulary of {count}"):
-            chardata.encode(chars[0] + "\U0010ffff", "char", chars)
+    assert ids.dtype == f"u{bits // 8}" and ids.tolist() == list(range(count))[::-1]
 
 
-@pytest.mark.parametrize("length", [chardata.MIB - 3, chardata.MIB, 4 * chardata.MIB])
+@pytest.mark.parametrize("length", [chardata.MIB - 2, 2 * chardata.MIB])
 def test_a_text_that_is_encoded_in_several_pieces_is_encoded_whole(length):
     text = "ab" * (length // 2) + "é!"
     ids = chardata.encode(text, "char", "!Zabé")
@@ -540,20 +368,11 @@ def test_decode_yields_a_character_as_soon_as_its_last_byte_is_there():
 
 
 def test_bare_ids_are_written_as_numbers():
-    assert chardata.encode("5 17", "ids", "").tolist() == [5, 17]
+    assert chardata.encode("0 17 4294967295", "ids", "").tolist() == [0, 17, 2**32 - 1]
     assert list(chardata.decode([5, 17], "ids", "")) == ["5 ", "17 "]
-    with pytest.raises(ValueError, match="'a'"):
-        chardata.encode("5 a", "ids", "")
-
-
-def test_the_lowest_and_the_highest_number_are_ids():
-    assert chardata.encode("0 4294967295", "ids", "").tolist() == [0, 2**32 - 1]
-
-
-@pytest.mark.parametrize("text", ["1 -1", "4294967296", "0 1.0", "the"])
-def test_a_number_that_is_not_an_id_is_a_value_error(text):
-    with pytest.raises(ValueError, match=f"'{text.split()[-1]}' is not a token id"):
-        chardata.encode(text, "ids", "")
+    for text in ("1 -1", "4294967296", "0 1.0", "the"):
+        with pytest.raises(ValueError, match=f"'{text.split()[-1]}' is not a token id"):
+            chardata.encode(text, "ids", "")
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -569,33 +388,26 @@ def is_mapped(array, path):
     return array.view(np.uint8)[-1] == last ^ 1
 
 
-def test_bytes_are_the_mapped_file(tmp_path):
-    path, raw = tmp_path / "any", bytes(range(256)) * 5000 + b"\xff\n"  # above 1 MiB
-    path.write_bytes(raw)
-    corpus = read(path, "byte")
-    assert (corpus.kind, corpus.vocab, corpus.chars) == ("byte", 256, "")
-    assert corpus.tokens[0].tobytes() == raw
-    assert is_mapped(corpus.tokens[0], path)
-
-
-@pytest.mark.parametrize("kind", ["char", "byte"])
-@pytest.mark.parametrize("dtype", ["bin", "u1", "<u2", ">u2", "u4", "u8"])
-def test_token_files_are_mapped_whatever_the_kind(dtype, kind, tmp_path):
+@pytest.mark.parametrize("dtype", ["bin", "u1", "<u2", ">u2", "u8"])
+def test_token_files_and_bytes_are_mapped(dtype, tmp_path):
     ids = np.array([3, 250, 0, 127], dtype="<u2" if dtype == "bin" else dtype).repeat(300_000)
     path = tmp_path / ("ids.bin" if dtype == "bin" else "ids.npy")
     ids.tofile(path) if dtype == "bin" else np.save(path, ids)
-    corpus = read(path, kind)
-    assert corpus.kind == "ids" and corpus.chars == "" and corpus.tokens[0].dtype == ids.dtype
+    corpus = read(path, "char")
+    assert (corpus.kind, corpus.chars, corpus.tokens[0].dtype) == ("ids", "", ids.dtype)
     assert np.array_equal(corpus.tokens[0], ids)
     assert corpus.vocab == 256  # 251 ids, rounded up to a multiple of 64
     assert is_mapped(corpus.tokens[0], path)
+    as_bytes = read(path.rename(tmp_path / "any"), "byte")
+    assert (as_bytes.kind, as_bytes.vocab, as_bytes.chars) == ("byte", 256, "")
+    assert is_mapped(as_bytes.tokens[0], tmp_path / "any")
 
 
-@pytest.mark.parametrize("top, vocab", [(0, 64), (63, 64), (64, 128), (50256, 50304)])
-def test_the_vocabulary_of_token_files_has_room_for_the_highest_id(top, vocab, tmp_path):
-    np.save(tmp_path / "1.npy", np.array([0, top], np.uint16))
-    np.save(tmp_path / "2.npy", np.array([0], np.uint8))
-    assert read(tmp_path / "*.npy", "char").vocab == vocab
+def test_the_vocabulary_of_token_files_has_room_for_the_highest_id(tmp_path):
+    for name, top in [("1", 63), ("2", 0), ("3", 64)]:
+        np.save(tmp_path / f"{name}.npy", np.array([0, top], np.uint16))
+    assert read(tmp_path / "[12].npy", "char").vocab == 64
+    assert read(tmp_path / "*.npy", "char").vocab == 128
 
 
 def test_a_given_vocabulary_size_is_taken_and_the_tokens_are_not_searched(tmp_path):
@@ -605,55 +417,42 @@ def test_a_given_vocabulary_size_is_taken_and_the_tokens_are_not_searched(tmp_pa
     assert read(path, "char", vocab=50257).vocab == 50257
 
 
-@pytest.mark.parametrize("kind", ["char", "byte"])
-def test_more_files_than_a_process_can_open_are_read(kind, tmp_path):
+def test_more_files_than_a_process_can_open_are_read(tmp_path):
     for i in range(200):
         (tmp_path / f"{i:03}.txt").write_text(f"{i:03}")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (150, limits[1]))
     try:
-        corpus = read(tmp_path / "*.txt", kind)
+        corpus = read(tmp_path / "*.txt", "byte")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    text = "".join(f"{i:03}" for i in range(200))
-    ids = np.concatenate(corpus.tokens).tolist()
-    assert "".join(chardata.decode(ids, kind, corpus.chars)) == text
+    assert [array.tobytes().decode() for array in corpus.tokens] == [f"{i:03}" for i in range(200)]
 
 
 def test_a_glob_is_read_in_the_order_of_names_and_into_folders(tmp_path):
     (tmp_path / "b").mkdir()
-    for name in ("c.txt", "a.txt", "b/x.txt", "b.md"):
+    for name in ("c.txt", "a.txt", "b/x.txt", "b.md", "[a].txt"):
         (tmp_path / name).write_text(name)
-    names = chardata.list_files(str(tmp_path / "**" / "*.txt"))
+    names = chardata.list_files(str(tmp_path / "**" / "?.txt"))
     assert names == [str(tmp_path / name) for name in ("a.txt", "b/x.txt", "c.txt")]
     texts = [array.tobytes().decode() for array in chardata.read(names, "byte").tokens]
     assert texts == ["a.txt", "b/x.txt", "c.txt"]
+    looks_like_a_glob = str(tmp_path / "[a].txt")
+    assert chardata.list_files(looks_like_a_glob) == [looks_like_a_glob]
 
 
-def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
-    (tmp_path / "[a].txt").write_text("brackets")
-    (tmp_path / "a.txt").write_text("plain")
-    assert read(tmp_path / "[a].txt", "byte").tokens[0].tobytes() == b"brackets"
-
-
-def test_several_texts_share_one_vocabulary(tmp_path):
+def test_several_texts_share_one_vocabulary_and_a_given_one_is_kept(tmp_path):
     (tmp_path / "1").write_text("ab")
     (tmp_path / "2").write_text("bc")
     corpus = read(tmp_path / "?", "char")
     assert corpus.chars == "abc" and [a.tolist() for a in corpus.tokens] == [[0, 1], [1, 2]]
-
-
-def test_a_given_vocabulary_is_kept(tmp_path):
-    (tmp_path / "x").write_text("ba")
-    corpus = read(tmp_path / "x", "char", chars="zab")
-    assert corpus.chars == "zab" and corpus.vocab == 3 and corpus.tokens[0].tolist() == [2, 1]
+    corpus = read(tmp_path / "1", "char", chars="zab")
+    assert corpus.chars == "zab" and corpus.vocab == 3 and corpus.tokens[0].tolist() == [1, 2]
 
 
 def test_an_empty_list_of_files_means_the_default_text():
-    first, second = (chardata.read([], "char") for _ in range(2))
-    assert first.digest == second.digest and first.stamps == ()
-    assert chardata.num_tokens(first.tokens) == len(chardata.default_text()) > 400_000
-    as_bytes = chardata.read([], "byte")
+    corpus, as_bytes = (chardata.read([], kind) for kind in ("char", "byte"))
+    assert chardata.num_tokens(corpus.tokens) == len(chardata.default_text()) > 400_000
     assert as_bytes.tokens[0].tobytes().decode() == chardata.default_text()
 
 
@@ -680,94 +479,55 @@ def write_files(folder: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["bin", "llm.c", "npy"])
-def test_files_of_unequal_lengths_and_empty_files_are_read_as_one(kind, tmp_path):
+def test_files_of_unequal_lengths_and_types_and_empty_files_are_read_as_one(kind, tmp_path):
     corpus = read(write_files(tmp_path, kind), "char")
     assert [len(array) for array in corpus.tokens] == [n for n in FILES if n]
-    assert np.concatenate(corpus.tokens).tolist() == TOKENS.tolist() and corpus.vocab == 512
+    assert corpus.vocab == 512
     assert len(corpus.stamps) == len(FILES)  # a change of an empty file is noticed too
-    ours, reference = (BatchPlan(t, 16, 10, seed=3) for t in (corpus.tokens, (TOKENS,)))
-    pairs = zip(steps(ours, 60, accum=2), steps(reference, 60, accum=2), strict=True)
-    for (a, count), (b, same_count) in pairs:
-        assert count == same_count
-        assert_same_batches(a, b)
+    ours, reference = (BatchPlan(t, 16, 10) for t in (corpus.tokens, (TOKENS,)))
+    assert_same_batches(chardata.every_window(ours), chardata.every_window(reference))
 
 
-@pytest.mark.parametrize("ending", ["txt", "bin", "npy"])
-def test_files_that_are_all_empty_are_an_error_and_one_among_others_is_left_out(ending, tmp_path):
-    def write(name, tokens):
-        path = tmp_path / f"{name}.{ending}"
-        if ending == "npy":
-            np.save(path, np.array(tokens, np.uint16))
-        else:
-            path.write_bytes(np.array(tokens, "u1" if ending == "txt" else "u2").tobytes())
-        return path
-
-    empty = write("1", [])
-    with pytest.raises(ValueError, match=f"1.{ending}: is empty"):
-        read(empty, "byte")
-    write("2", [])
-    with pytest.raises(ValueError, match=rf"1.{ending}: is empty, and no other file has data"):
-        read(tmp_path / "*", "char")
-    full = write("0", [97, 98])
-    alone, among = read(full, "char"), read(tmp_path / "*", "char")
-    assert alone.digest == among.digest and alone.vocab == among.vocab
-    assert chardata.num_tokens(among.tokens) == 2 and len(among.tokens) == 1
+def test_files_that_are_all_empty_are_an_error_and_one_among_others_is_left_out(tmp_path):
+    for name, text in [("0.txt", "ab"), ("1.txt", ""), ("2.txt", "")]:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"1.txt: is empty, and no other file has data"):
+        read(tmp_path / "[12].txt", "char")
+    alone, among = read(tmp_path / "0.txt", "char"), read(tmp_path / "*", "char")
+    assert alone.digest == among.digest and len(among.tokens) == 1
 
 
 # ---------------------------------------------------------------------------------- changed files
 
 
-def append(path):
-    with open(path, "ab") as file:
-        file.write(b"xy")
-
-
-def append_with_the_old_time(path):
+def change(path, content, same_time=False):
     time = path.stat().st_mtime_ns
-    append(path)
-    os.utime(path, ns=(time, time))
-
-
-def replace(path):
-    other = path.with_suffix(".new")
-    other.write_bytes(b"\0" * os.path.getsize(path))
-    os.replace(other, path)
+    path.write_bytes(content)
+    if same_time:
+        os.utime(path, ns=(time, time))
 
 
 LARGE = b"ab" * 600_000  # above 1 MiB, so it is mapped
 CHANGES = {
-    "rewritten": lambda path: path.write_bytes(b"\0" * os.path.getsize(path)),
-    "longer": append,
-    "longer, with the old time": append_with_the_old_time,
-    "shorter": lambda path: os.truncate(path, 2),
-    "replaced": replace,
-    "deleted": lambda path: path.unlink(),
+    "rewritten": partial(change, content=b"\0" * len(LARGE)),
+    "longer, with the old time": partial(change, content=LARGE + b"x", same_time=True),
+    "deleted": os.unlink,
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("name", ["1.bin", "2.txt", "3.npy"])
-def test_a_mapped_file_that_changed_is_named(name, change, tmp_path):
-    for path in (tmp_path / "0.txt", tmp_path / name, tmp_path / "9.txt"):
-        path = path.with_suffix(Path(name).suffix)
-        np.save(path, np.arange(50, dtype="u2")) if "npy" in name else path.write_bytes(LARGE)
-        os.utime(path, ns=(10**18, 10**18))
-    corpus = read(tmp_path / f"*{Path(name).suffix}", "byte")
+@pytest.mark.parametrize("changed", ["0", "1", "2"])
+def test_a_mapped_file_that_changed_is_named(changed, change, tmp_path):
+    """Otherwise training would go on with other tokens."""
+    for name in "012":
+        (tmp_path / name).write_bytes(LARGE)
+        os.utime(tmp_path / name, ns=(10**18, 10**18))
+    corpus = read(tmp_path / "?", "byte")
     chardata.verify_unchanged(corpus)
-    change(tmp_path / name)
-    with pytest.raises(OSError) as caught:
+    change(tmp_path / changed)
+    with pytest.raises(OSError, match="was changed|No such file") as caught:
         chardata.verify_unchanged(corpus)
-    message = str(caught.value)
-    assert str(tmp_path / name) in message
-    assert "was changed" in message or "No such file" in message
-
-
-def test_a_text_that_was_read_into_memory_may_change(tmp_path):
-    (tmp_path / "x.txt").write_text("abc")
-    corpus = read(tmp_path / "x.txt", "char")
-    (tmp_path / "x.txt").unlink()
-    chardata.verify_unchanged(corpus)
-    assert corpus.tokens[0].tolist() == [0, 1, 2]
+    assert str(tmp_path / changed) in str(caught.value)
 
 
 # ----------------------------------------------------------------------------------------- errors
@@ -779,12 +539,6 @@ def npy(array):
     return file.getvalue()
 
 
-def npz():
-    file = io.BytesIO()
-    np.savez(file, a=np.arange(3))
-    return file.getvalue()
-
-
 NOT_NPY = (
     "must be one complete 1-d array of unsigned integers, for example after .astype('uint32'): "
 )
@@ -793,32 +547,19 @@ NOT_NPY = (
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("empty.txt", b"", "is empty"),
-        ("empty.bin", b"", "is empty"),
         ("empty.npy", b"", NOT_NPY),  # a .npy without tokens would have a header
         ("odd.bin", b"abc", "3 bytes, header version 1; must be 2 bytes for 1 uint16 tokens"),
         ("latin.txt", "café".encode("latin-1"), "can't decode byte 0xe9 in position 3"),
         ("signed.npy", npy(np.arange(3, dtype=np.int32)), NOT_NPY + "(3,) int32"),
-        ("float.npy", npy(np.ones(3)), NOT_NPY + "(3,) float64"),
         ("two.npy", npy(np.ones((2, 3), np.uint8)), NOT_NPY + "(2, 3) uint8"),
-        ("scalar.npy", npy(np.uint8(3)), NOT_NPY),
-        ("none.npy", npy(np.zeros(0, np.uint8)), "is empty"),
-        ("text.npy", b"hello, world", NOT_NPY),
         ("cut.npy", npy(np.arange(1000, dtype=np.uint16))[:-1], NOT_NPY),
         ("grown.npy", npy(np.arange(3, dtype=np.uint16)) + b"  ", "(3,) uint16 in 136 bytes"),
-        ("header.npy", npy(np.arange(1000, dtype=np.uint16))[:20], NOT_NPY),
-        ("objects.npy", npy(np.array([{}, 1], object)), NOT_NPY),
-        ("archive.npy", npz(), NOT_NPY),
         ("other.txt", b"abcX", "character 'X' at 3 is not in the vocabulary of 3"),
         ("c4.bin", llm_c([1, 2, 3], count=4), "1030 bytes, header version 1; must be 1032"),
-        ("c2.bin", llm_c([1, 2, 3], count=2), "1030 bytes, header version 1; must be 1028"),
         ("c-1.bin", llm_c([1, 2, 3], count=-1), "1030 bytes, header version 1; must be 1022"),
-        ("byte.bin", llm_c([1, 2, 3])[:-1], "1029 bytes, header version 1; must be 1030"),
-        ("600.bin", llm_c([1, 2, 3])[:600], "600 bytes, header version 1; must be 1030"),
         ("magic.bin", llm_c([1, 2, 3])[:4], "4 bytes, header version 20240520"),
         ("v7.bin", llm_c([1, 2, 3], version=7), "1030 bytes, header version 7; must be 1030"),
         ("llama.bin", llm_c([1, 2], 20240801, 7) + b"\0" * 4, "1032 bytes, header version 7"),
-        ("no_tokens.bin", llm_c([]), "is empty"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value[:12] else "",
 )
@@ -827,21 +568,6 @@ def test_a_file_that_is_damaged_or_of_another_kind_is_named(name, content, messa
     with pytest.raises(ValueError) as caught:
         read(tmp_path / name, "char", chars="abc")
     assert str(tmp_path / name) in str(caught.value) and message in str(caught.value)
-
-
-@pytest.mark.parametrize("chars", ["", "abc"])
-def test_only_for_a_new_vocabulary_the_advice_is_to_read_bytes(chars, tmp_path):
-    (tmp_path / "x.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(ValueError, match="can't decode byte") as caught:
-        read(tmp_path / "x.txt", "char", chars=chars)
-    assert ("tokenizer 'byte' can read any file" in str(caught.value)) == (not chars)
-
-
-@pytest.mark.parametrize("size", [2, 4, 8, 10, 12, 2048])
-def test_tokens_without_a_header_may_be_few(size, tmp_path):
-    tokens = np.arange(size // 2, dtype="<u2")
-    tokens.tofile(tmp_path / "x.bin")
-    assert read(tmp_path / "x.bin", "char").tokens[0].tolist() == tokens.tolist()
 
 
 def test_token_files_and_text_files_together_are_refused(tmp_path):
@@ -857,39 +583,16 @@ def test_another_vocabulary_size_than_that_of_a_text_is_refused(kind, size, tmp_
     assert read(tmp_path / "x.txt", kind, vocab=size).vocab == size
     with pytest.raises(ValueError, match=f"x.txt: is text with a vocabulary of {size}, not 100"):
         read(tmp_path / "x.txt", kind, vocab=100)
-    with pytest.raises(ValueError, match="the default text: is text"):
-        chardata.read([], kind, vocab=100)
+    with pytest.raises(ValueError, match="^tokenizer 'word' is not char or byte$"):
+        read(tmp_path / "x.txt", "word")
 
 
-@pytest.mark.parametrize("kind", ["word", "ids", ""])
-def test_an_unknown_kind_of_text_is_refused(kind, tmp_path):
-    (tmp_path / "x.txt").write_text("abc")
-    for files in ([str(tmp_path / "x.txt")], []):
-        with pytest.raises(ValueError, match=f"^tokenizer '{kind}' is not char or byte$"):
-            chardata.read(files, kind)
-
-
-@pytest.mark.parametrize("data", ["missing.txt", "missing*", "nowhere/x"])
-def test_a_missing_file_is_named(data, tmp_path):
-    with pytest.raises(FileNotFoundError) as caught:
+@pytest.mark.parametrize("data", ["missing.txt", "missing*"])
+def test_a_missing_file_or_a_folder_is_named(data, tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{str(tmp_path / data)!r}: no such")):
         chardata.list_files(str(tmp_path / data))
-    assert str(tmp_path / data) in str(caught.value)
-
-
-def test_a_folder_is_refused_with_what_to_write_instead(tmp_path):
-    with pytest.raises(OSError, match="not a regular file") as caught:
+    with pytest.raises(OSError, match=re.escape(f"for a folder, give '{tmp_path}/*.txt'")):
         chardata.list_files(str(tmp_path))
-    assert f"'{tmp_path}/*.txt'" in str(caught.value)
-
-
-def test_a_pattern_at_any_depth_needs_the_ending_of_the_files(tmp_path):
-    (tmp_path / "folder").mkdir()
-    names = [tmp_path / "a.txt", tmp_path / "folder" / "b.txt"]
-    for name in names:
-        name.write_text("abc")
-    assert chardata.list_files(f"{tmp_path}/**/*.txt") == [str(name) for name in names]
-    with pytest.raises(OSError, match="not a regular file"):
-        chardata.list_files(f"{tmp_path}/**")
 
 
 # ----------------------------------------------------------------------------------------- digest
@@ -897,35 +600,13 @@ def test_a_pattern_at_any_depth_needs_the_ending_of_the_files(tmp_path):
 
 def test_the_digest_notices_any_byte_any_length_any_type_and_where_arrays_end():
     tokens = np.arange(1000, dtype=np.uint16)
-    same = [tokens, tokens.copy(), np.array(tokens.tolist(), np.uint16)]
-    others = [tokens[:-1], tokens[1:], np.append(tokens, tokens[:1])]
-    others += [tokens.astype(np.uint32), tokens.view(np.uint8), tokens.view(">u2")]
+    others = [tokens, tokens[:-1], tokens[1:], tokens.astype(np.uint32), tokens.view(">u2")]
     for i in (0, 500, 999):
-        changed = tokens.copy()
-        changed[i] ^= 256
-        others.append(changed)
-    assert len({chardata.digest([array]) for array in same}) == 1
-    data_sets = [*([array] for array in others), [tokens], cut(tokens, [500, 500])]
+        others.append(tokens.copy())
+        others[-1][i] ^= 256
+    data_sets = [*([array] for array in others), cut(tokens, [500, 500])]
     assert len({chardata.digest(arrays) for arrays in data_sets}) == len(data_sets)
-
-
-def test_the_digest_of_a_large_array_notices_its_length_and_its_first_and_last_bytes():
-    def digest(size, *ones):
-        array = np.zeros(size, np.uint8)
-        array[list(ones)] = 1
-        return chardata.digest([array])
-
-    size = 20 << 20
-    digests = [digest(size), digest(size + 1), digest(size, 0), digest(size, -1)]
-    digests.append(digest(size, (1 << 20) - 1))
-    assert len(set(digests)) == 5 and digest(size) == digests[0]
-
-
-def test_the_digest_of_a_text_notices_other_characters(tmp_path):
-    for name, text in [("a", "abcab"), ("b", "xyzxy")]:
-        (tmp_path / name).write_text(text)
-    a, b = (read(tmp_path / name, "char") for name in "ab")
-    assert np.array_equal(a.tokens[0], b.tokens[0]) and a.digest != b.digest
+    assert chardata.digest([tokens.copy()]) == chardata.digest([tokens])
 
 
 def test_the_digest_has_known_values_so_that_old_checkpoints_fit_their_data():
@@ -944,74 +625,30 @@ def notices(arrays, at):
     return before != after
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_the_digest_reads_smaller_blocks_of_more_than_256_mib_together(more):
-    arrays = [np.zeros((256 << 20) - 31 + more, np.uint8), *[np.zeros(1, np.uint8)] * 31]
-    assert notices(arrays, (1 << 20) - 1) == (not more)  # In the first MiB, but not in its half
-    assert notices(arrays, (1 << 19) - 1)
-
-
-def test_a_block_of_the_digest_has_at_least_4_kib():
-    arrays = [np.zeros(257 << 20, np.uint8), *[np.zeros(1, np.uint8)] * 4199]
-    assert notices(arrays, 4095) and not notices(arrays, 4096)
-
-
-def test_the_digest_reads_16_blocks_of_an_array_that_is_longer():
-    assert notices([np.zeros(16 << 20, np.uint8)], (1 << 20) + 9)
-    assert not notices([np.zeros((16 << 20) + (1 << 19), np.uint8)], (1 << 20) + 9)
-
-
-def test_a_thousand_large_arrays_are_told_apart_by_a_small_part_of_each():
-    arrays = [np.zeros(1 << 22, np.uint8)] * 1000  # 4 GiB if they were different arrays
-    altered = arrays[0].copy()
-    altered[-1] = 1
-
-    class Counted(np.ndarray):
-        bytes_read = 0
-
-        def __getitem__(self, where):
-            Counted.bytes_read += where.stop - where.start
-            return np.asarray(self)[where]
-
-    whole = chardata.digest([array.view(Counted) for array in arrays])
-    assert 0 < Counted.bytes_read <= 1 << 28
-    assert whole != chardata.digest([*arrays[:-1], altered])
+@pytest.mark.parametrize(
+    "size, others, noticed, not_noticed",
+    [
+        (16 << 20, 0, (1 << 20) + 9, None),  # is read as a whole
+        ((16 << 20) + (1 << 19), 0, (1 << 20) - 1, (1 << 20) + 9),  # 16 blocks of 1 MiB
+        ((256 << 20) - 31, 31, (1 << 20) - 1, 1 << 20),
+        ((256 << 20) - 30, 31, (1 << 19) - 1, 1 << 19),  # more than 256 MiB together
+        (257 << 20, 4199, 4095, 4096),  # a block has at least 4 KiB
+    ],
+)
+def test_the_digest_reads_whole_blocks_of_a_large_array(size, others, noticed, not_noticed):
+    arrays = [np.zeros(size, np.uint8), *[np.zeros(1, np.uint8)] * others]
+    assert notices(arrays, noticed) and notices(arrays, -1)
+    assert not_noticed is None or not notices(arrays, not_noticed)
 
 
 # ------------------------------------------------------------------------------------------- cost
 
 
-def cost(n: int, count: int) -> tuple[int, int]:
-    """Return (function calls, most bytes of memory) of four steps over n tokens in `count` arrays.
-
-    No token takes memory: each array is one token that is repeated with a stride of 0.
-    """
-    ends = np.linspace(0, n, count + 1).astype(np.int64)
-    tokens = tuple(np.broadcast_to(np.uint16(k), size) for k, size in enumerate(np.diff(ends)))
-    batches = chardata.steps(BatchPlan(tokens, 128, 16, seed=1), start=200)
-    calls = 0
-
-    def count_call(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    tracemalloc.start()
-    sys.setprofile(count_call)
-    try:
-        assert len(list(islice(batches, 4))) == 4
-    finally:
-        sys.setprofile(None)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    return calls, peak
-
-
 @pytest.mark.parametrize("count", [1, 10])
-def test_ten_to_the_eleven_windows_take_the_calls_and_the_memory_of_ten_to_the_five(count):
-    cost(128 * 10**5, count)  # imports and caches happen here
-    (few_calls, few_bytes), (calls, size) = (cost(128 * n, count) for n in (10**5, 10**11))
-    assert 0 < calls <= 1.1 * few_calls, (few_calls, calls)
-    assert 0 < size <= 1.1 * few_bytes, (few_bytes, size)
+def test_ten_to_the_eleven_windows_take_no_memory(count):
+    """Memory for each window would be hundreds of gigabytes. A token is repeated with a stride of 0."""
+    tokens = [np.broadcast_to(np.uint16(k), 128 * 10**11 // count) for k in range(count)]
+    assert len(steps(BatchPlan(tokens, 128, 16, seed=1), 4, start=10**15)) == 4
 
 
 # ---------------------------------------------------------------------------------------- Windows

@@ -280,13 +280,6 @@ MISFITS = {
         lambda s, m: moments(s, 0, "0.bias").update(exp_avg=torch.zeros(5)),
         "optimizer state of 0.bias: exp_avg is (5,) torch.float32 in the checkpoint, (8,)",
     ),
-    "moments of another optimizer": (
-        lambda s, m: (
-            moments(s, 1, "2.weight").clear()
-            or moments(s, 1, "2.weight").update(exp_avg=torch.zeros(4, 8))
-        ),
-        "optimizer state of 2.weight: momentum_buffer is missing in the checkpoint",
-    ),
     "moments of another parameter": (
         lambda s, m: s["optimizers"][0]["state"].update({"2.weight": moments(s, 1, "2.weight")}),
         "the checkpoint has optimizer state of 2.weight, but the same optimizer here does not",
@@ -341,7 +334,6 @@ def twice(model):
 
 KINDS = {  # (model, optimizer)
     "SGD": (linear, torch.optim.SGD),
-    "momentum": (linear, partial(torch.optim.SGD, momentum=0.9)),
     "Adagrad": (linear, torch.optim.Adagrad),
     "a module with two names": (lambda: twice(linear()), torch.optim.Adam),
     "moments wider than the weights": (partial(linear, dtype=torch.bfloat16), torch.optim.NAdam),
@@ -611,8 +603,6 @@ BAD = {  # what happens to a checkpoint, and how the reason begins
     "text": (forged(b"not a checkpoint"), NOT),
     "empty": (forged(b""), NOT),
     "half a zip": (forged(torch_saved(some_state())[:-1000]), NOT + "|Invalid argument"),
-    "no stack": (forged(b"\x80\x02."), NOT),
-    "half a number": (forged(b"\x80\x02J"), NOT),
     "list": (forged(torch_saved([1, 2])), NOT + NO_MODEL),
     "no model": (forged(torch_saved({"weights": {}})), NOT + NO_MODEL),
     "nan": (
@@ -652,18 +642,6 @@ def test_the_code_in_the_bad_checkpoints_would_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pickle.loads(pickle.dumps(CODE))
     assert Path("was run").exists()
-
-
-def test_any_flipped_bit_is_found(folder):
-    (entry,) = save_some(folder, 1)
-    path = Path(folder, entry.name)
-    data = path.read_bytes()
-    for at in range(0, 8 * len(data), 37):  # an odd distance, so that each of 8 bits has its turn
-        changed = bytearray(data)
-        changed[at // 8] ^= 1 << at % 8
-        path.write_bytes(changed)
-        with pytest.raises(ValueError, match="damaged"):
-            ckpt.load(folder, entry)
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError()])
@@ -853,13 +831,6 @@ def test_an_error_of_the_disk_leaves_what_was_there(folder, monkeypatch, owner, 
         with pytest.raises(OSError, match="Input/output error"):
             write()
     assert names(folder) == [old.name]
-
-
-def test_a_folder_that_is_a_file_is_an_oserror(folder):
-    Path(folder).write_text("mine")
-    with pytest.raises(OSError, match="out"):
-        save_some(folder, 1)
-    assert Path(folder).read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/out", Path("s3://bucket/out"), ""])

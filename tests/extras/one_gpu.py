@@ -1,27 +1,30 @@
-"""Start several ranks that share one GPU.
+"""Start a program in two ranks that share one GPU.
 
-    python one_gpu.py 2 run.py --steps 100
+    python one_gpu.py run.py --steps 100
 
 NCCL refuses two ranks on one GPU of one machine. With another NCCL_HOSTID for each rank, it takes them for ranks on two
 machines, and sends through sockets. Only NCCL does so: LOCAL_WORLD_SIZE says that they are on one machine. Each has the
-local rank 0, and so the GPU 0. As under torchrun, this process serves their store.
+local rank 0, and so the GPU 0.
 """
 
 import os
-import signal
-import subprocess
+import runpy
 import sys
+from pathlib import Path
 
-import torch.distributed as dist
+sys.path.insert(0, f"{Path(__file__).resolve().parents[2]}")
 
-size, *command = sys.argv[1:]
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-common = {"WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
-common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}"}
-common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "NCCL_SOCKET_IFNAME": "lo"}
-ranks = []
-signal.signal(signal.SIGTERM, lambda number, _: [rank.send_signal(number) for rank in ranks])
-for rank in range(int(size)):
-    env = {**os.environ, **common, "RANK": f"{rank}", "NCCL_HOSTID": f"{rank}"}
-    ranks.append(subprocess.Popen([sys.executable, *command], env=env))
-sys.exit(max(abs(rank.wait()) for rank in ranks))
+import ddp_setup
+
+
+def run_rank(command: list[str]) -> None:
+    os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=os.environ["RANK"], NCCL_SOCKET_IFNAME="lo")
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(ddp_setup.spawn(run_rank, 2, sys.argv[1:]))
+    except ChildProcessError as error:
+        sys.exit(f"Error: {error}")

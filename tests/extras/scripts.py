@@ -1,5 +1,6 @@
 """Run the scripts of extras/tutorial as a user does."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -29,7 +30,7 @@ register_optimizer_step_post_hook(hook)
 
 class Outcome(NamedTuple):
     lines: list[str]  # standard output
-    state: dict  # model.pt, or the newest checkpoint
+    state: dict  # the weights that the script wrote at its end, or the newest checkpoint
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.state.get("model", self.state)
@@ -57,7 +58,7 @@ def copy(script: Path, folder: Path, before: str = "", replace: tuple[str, str] 
 
     before: lines to put before it. replace: a text in it, and what takes its place.
     """
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     text = script.read_text()
     assert replace[0] in text
     for name in {*MODULES} & {*re.findall(r"^import (\w+)$", text, re.MULTILINE)}:
@@ -89,6 +90,8 @@ def run(
     # torchrun has exit codes of its own.
     assert done.returncode == (0 if not stop else 3 if ranks == 1 else 1), done.stderr
     assert not stop or lines.pop() == f"stopped after step {stop}"
+    if written := [*folder.glob("model/*.safetensors")]:  # by transformers
+        return Outcome(lines, importlib.import_module("safetensors.torch").load_file(*written))
     saved = [*folder.glob("model.pt"), *sorted(folder.glob("out-*/step-*.pt"))]
     return Outcome(lines, torch.load(saved[-1], weights_only=True))
 

@@ -443,7 +443,7 @@ def test_each_rank_holds_only_its_rows_of_all_tensors(ranks, size, strategy, gat
 
 def test_a_run_stopped_under_fsdp_continues_under_zero_to_the_same_result(text, tmp_path):
     """Compare run.py, with its evaluations and its sample, with a single process."""
-    job = [*TINY, "--data", text, *"--batch-size 10 --optimizer adamw --steps 40".split()]
+    job = [*TINY, "--data", text, *"--batch-size 10 --optimizer fast-muon --steps 40".split()]
     job += "--log-every 1 --eval-every 15".split()
     alone, out = tmp_path / "alone", tmp_path / "out"
     assert run(*job, "--out", alone).code == 0

@@ -3,8 +3,7 @@
     TEST_FAULT="forward raise 1 5" python tests/faults/sabotaged.py ARGUMENTS OF run.py
 
 This raises an exception on rank 1 in the 5th call of the model's forward pass. "5+" means: in the
-5th call and in all later calls. The rank can be "all". If TEST_FAULT_TIME is the name of a file,
-the time of the first fault (time.monotonic) is written to it.
+5th call and in all later calls. The rank can be "all".
 
 The patch is made whenever this file is imported, and not only when it is the main program, because
 the children of --spawn import it as their main module.
@@ -47,55 +46,41 @@ PLACES: dict[str, tuple[Any, str]] = {  # the function in which the fault happen
 }
 
 
-def slow(call: Callable[[], Any]) -> Any:
-    """Take ten times as long as the call."""
+def fail(call: partial) -> Any:
+    """Do what TEST_FAULT says before a call of a function, or with its result."""
     begin = time.monotonic()
+    match what:
+        case "raise":
+            raise RuntimeError("sabotaged")
+        case "exit":
+            os._exit(7)
+        case "leave":
+            sys.exit(7)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "pause":
+            time.sleep(0.15)
+        case "flip":  # the lowest bit of one weight of the model, before its forward pass
+            next(call.args[0].parameters()).detach().view(torch.int32)[0, 0] ^= 1
     result = call()
-    time.sleep(max(0.02, 9 * (time.monotonic() - begin)))
+    if what == "slow":  # ten times as long
+        time.sleep(max(0.02, 9 * (time.monotonic() - begin)))
+    if what in ("nan", "inf"):  # the loss sum of gpt.loss
+        return result[0] * float(what), result[1]
     return result
 
 
-def fail(call: Callable[[], Any]) -> Any:
-    raise RuntimeError("sabotaged")
-
-
-def scale_loss(call: Callable[[], Any], factor: float) -> Any:
-    """Multiply the loss sum of gpt.loss, for example with NaN."""
-    total, terms = call()
-    return total * factor, terms
-
-
-def flip_bit(call: Any) -> Any:
-    """Change the lowest bit of one weight of the model before its forward pass."""
-    next(call.args[0].parameters()).detach().view(torch.int32)[0, 0] ^= 1
-    return call()
-
-
-FAULTS: dict[str, Callable[[Callable[[], Any]], Any]] = {
-    "raise": fail,
-    "exit": lambda call: os._exit(7),
-    "leave": lambda call: sys.exit(7),
-    "kill": lambda call: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda call: (os.kill(os.getpid(), signal.SIGSTOP), call())[1],
-    "slow": slow,
-    "pause": lambda call: (time.sleep(0.15), call())[1],
-    "flip": flip_bit,
-    "nan": lambda call: scale_loss(call, float("nan")),
-    "inf": lambda call: scale_loss(call, float("inf")),
-}
 place, what, rank, at = os.environ["TEST_FAULT"].split()
 calls = count(1)
 
 
 def is_faulty() -> bool:
     """Count a call; return whether it is one that fails on this rank."""
-    number = next(calls)
-    now = number == int(at.rstrip("+")) or at.endswith("+") and number > int(at[:-1])
-    now = now and rank in ("all", os.environ.get("RANK", "0"))
-    time_file = os.environ.get("TEST_FAULT_TIME")
-    if now and time_file and not os.path.exists(time_file):
-        Path(time_file).write_text(f"{time.monotonic()}")
-    return now
+    number, first = next(calls), int(at.rstrip("+"))
+    now = number >= first if at.endswith("+") else number == first
+    return now and rank in ("all", os.environ.get("RANK", "0"))
 
 
 def sabotage(owner: Any, name: str) -> None:
@@ -105,7 +90,7 @@ def sabotage(owner: Any, name: str) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         call = partial(original, *args, **kwargs)
         counted = place != "collective" or kwargs.get("async_op")
-        return FAULTS[what](call) if counted and is_faulty() else call()
+        return fail(call) if counted and is_faulty() else call()
 
     setattr(owner, name, wrapper)
 

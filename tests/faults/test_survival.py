@@ -44,7 +44,7 @@ import run as program
 
 pytestmark = pytest.mark.torture
 STEPS = 100  # of a whole run, see `flags` in conftest.py
-FAULTS = 10  # in one chain of starts
+FAULTS = 5  # in one chain of starts
 LAUNCH: dict[str, tuple[list[object], list[str], int]] = {  # more flags, launcher, number of ranks
     "python": ([], PYTHON, 1),
     "spawn": (["--spawn", 2], PYTHON, 2),
@@ -92,15 +92,15 @@ def check_stop(ran: Ran, reached: int, every: int, out: Path) -> None:
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CHAINS = {  # launcher, (rank and target) in signalled.py, signals, chains: a few, or with -m torture
-    "python is killed": ("python", ["0 self"], [signal.SIGKILL], 1, 70),
-    "a rank of --spawn is killed": ("spawn", ["0 self", "1 self"], [signal.SIGKILL], 0, 12),
-    "the --spawn parent is killed": ("spawn", ["0 parent", "1 parent"], [signal.SIGKILL], 0, 12),
-    "all of --spawn are killed": ("spawn", ["0 group", "1 group"], [signal.SIGKILL], 0, 12),
-    "torchrun's agent is killed": ("torchrun", ["0 parent", "1 parent"], [signal.SIGKILL], 0, 6),
-    "python is asked to stop": ("python", ["0 self"], STOPS, 1, 20),
-    "--spawn is asked to stop": ("spawn", ["0 parent", "1 group", "1 self"], STOPS, 0, 8),
+    "python is killed": ("python", ["0 self"], [signal.SIGKILL], 1, 140),
+    "a rank of --spawn is killed": ("spawn", ["0 self", "1 self"], [signal.SIGKILL], 0, 24),
+    "the --spawn parent is killed": ("spawn", ["0 parent", "1 parent"], [signal.SIGKILL], 0, 24),
+    "all of --spawn are killed": ("spawn", ["0 group", "1 group"], [signal.SIGKILL], 0, 24),
+    "torchrun's agent is killed": ("torchrun", ["0 parent", "1 parent"], [signal.SIGKILL], 0, 12),
+    "python is asked to stop": ("python", ["0 self"], STOPS, 1, 40),
+    "--spawn is asked to stop": ("spawn", ["0 parent", "1 group", "1 self"], STOPS, 0, 16),
     # SIGUSR1 just ends torchrun's agent.
-    "torchrun is asked to stop": ("torchrun", ["0 parent", "1 self"], STOPS[:2], 0, 2),
+    "torchrun is asked to stop": ("torchrun", ["0 parent", "1 self"], STOPS[:2], 0, 4),
 }
 
 
@@ -284,17 +284,6 @@ def test_mapped_data_that_changes_during_the_training_is_noticed_at_the_next_sav
         complete(folder / "out", folder / "whole", *command)
 
     trials("mapped data changed while training", trial, 2, len(cases), at_once=1)
-
-
-def test_a_text_file_may_change_during_the_training(flags, undisturbed, text, tmp_path):
-    """It is in memory."""
-    data = Path(shutil.copy(text, tmp_path / "text.txt"))
-    with Program(*flags, "--data", data, "--out", tmp_path / "out") as started:
-        started.read_lines(5)
-        data.write_text("something else")
-        ran = started.finish()
-    assert ran.code == 0 and ran.err == "", ran
-    assert same_training(tmp_path / "out", undisturbed(1)), ran
 
 
 # ------------------------------------------------------------------------------ unusual environments
