@@ -24,7 +24,8 @@ set -eu
 host=${1:?HOST is missing: extras/launch/torchrun_nodes.sh HOST [flags of run.py]}
 shift
 
-# Without this variable, a machine that was lost cannot join again (torch 2.13, pytorch issue 135712).
+# Without this variable, ranks that were started again would read old addresses, and a machine that
+# was lost could not join again (torch 2.13, pytorch issue 135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun --nnodes "${NODES:-2}" --nproc-per-node "${GPUS:-8}" \
