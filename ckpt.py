@@ -133,7 +133,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
     The present state of the optimizers and the gradients of their parameters are deleted, even if
     the checkpoint has no optimizer state. Settings, such as the learning rate, stay as they are
-    now. So with a scheduler of torch, also set the learning rate: see extras/tutorial/scheduler.py.
+    now. With a scheduler of torch, also set the learning rate: see extras/tutorial/scheduler.diff.
     To restore the weights alone, pass {"model": state["model"]} and no optimizers.
 
     If a parameter has no optimizer state yet, restore_ first creates it by a step() with zero

@@ -239,9 +239,11 @@ def _fault_of_others(error: Exception) -> str:
 
     Return "" for any other error.
     """
-    # gloo raises a bare RuntimeError, whose text contains a place in gloo's source. Without this
-    # match, each rank that has lost another one would raise an error of its own.
-    gloo = type(error) is RuntimeError and re.search(r"\[\S*/gloo/\S+:\d+\]", str(error))
+    # gloo raises a bare RuntimeError. Its text contains a place in gloo's source, or only the words
+    # below. Without this match, each rank that has lost another one, or that has waited for the
+    # timeout, would raise an error of its own.
+    texts = r"\[\S*/gloo/\S+:\d+\]|Application timeout caused pair closure"
+    gloo = type(error) is RuntimeError and re.search(texts, str(error))
     return re.split(r"\n|\. ", str(error))[0] if gloo or isinstance(error, dist.DistError) else ""
 
 

@@ -7,6 +7,8 @@ import pytest
 import ranks
 from test_ddp_setup import DONE, forks, run
 
+import ddp_setup
+
 
 def line_of(code):
     """Return "FILE:LINE" of some code in ranks.py."""
@@ -25,7 +27,8 @@ def test_a_rank_that_waits_for_another_prints_the_lines_of_all_and_ends(launcher
     )
     places = f"rank 0 at {waits}.*, rank 1 at {waits}.*, rank 2 at {sleeps}.*"
     text = "".join(text for _, text in ended)
-    assert [code for code, _ in ended[:2]] == [1, 1] and text.count("\n") == 1
+    # The first to end can break the connection of the other.
+    assert {code for code, _ in ended[:2]} <= {1, ddp_setup.LOST}
     assert re.fullmatch(f"Error: no progress for 3 s: {places}\n", text)
 
 

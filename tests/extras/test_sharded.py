@@ -12,7 +12,6 @@ import random
 import resource
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -85,7 +84,7 @@ def message(call, *args):
 
 
 def write(folder):
-    """Write a sharded and a whole checkpoint of each strategy, while training continues."""
+    """Write a sharded and a whole checkpoint of each strategy, after training has continued."""
     with ddp_setup.process_group("cpu", 60) as world:
         files = sharded.storage(ckpt, write_sharded=True)
         for strategy, arch in WRITTEN:
@@ -95,10 +94,8 @@ def write(folder):
             files.make_folder(out)
             files.check_shared_folder(out)
             state, whole = (s.snapshot(model, optimizers, step=3) for s in (files, ckpt))
-            with ThreadPoolExecutor(1) as pool:
-                saving = pool.submit(files.save, out, state, 3)
-                train_(model, optimizers)  # must not change what is being saved
-                saving.result()
+            train_(model, optimizers)  # must not change what is saved
+            files.save(out, state, 3)
             if world.rank == 0:
                 ckpt.save(out, whole, 4)  # with 3, it would replace the sharded checkpoint
 

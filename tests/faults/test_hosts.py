@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from pathlib import Path
 
 import pytest
 from conftest import Program, Ran, ahead, losses, run, state, wait_for
-from test_rank_faults import TORCHRUN, newest_number
 
 FOLDER = Path(__file__).parent
 STEPS, TIMEOUT = 30, 8
@@ -116,12 +116,20 @@ def agent(
     conf = f"is_host={str(n == 0).lower()},last_call_timeout=1,keep_alive_interval=1"
     conf += ",keep_alive_max_attempt=3"
     restarts = 0 if nodes == "2" else 3
-    options = f"--nnodes {nodes} --nproc-per-node 1 --max-restarts {restarts}"
+    options = (
+        f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node 1 --max-restarts {restarts}"
+    )
     options += f" --local-addr 10.0.0.{n + 1} --rdzv-backend c10d --rdzv-id 1"
     options += f" --rdzv-endpoint 10.0.0.1:29400 --rdzv-conf {conf}"
     env |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    launcher = on(hosts[n], *TORCHRUN, *options.split(), program)
+    launcher = on(hosts[n], sys.executable, *options.split(), program)
     return Program(*flags, launcher=launcher, env=env, seconds=150)
+
+
+def newest_number(path: Path, key: str) -> int:
+    """Return the last whole number with this key in a JSON file; 0 if there is none."""
+    text = path.read_text() if path.exists() else ""
+    return int(([0] + re.findall(rf'"{key}": (\d+)', text))[-1])
 
 
 def run_on_all(start: Callable[..., Program], hosts: list[str], *flags: object) -> list[Ran]:

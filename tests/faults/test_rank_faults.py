@@ -105,7 +105,9 @@ def test_a_rank_that_fails_or_hangs_ends_the_run_and_a_slow_rank_does_not(
         launcher, more = SABOTAGED, ["--spawn", size]
         if launch == "torchrun":
             launcher, more = [*torchrun(size)[:-1], PROGRAM], []
-        env = {"TEST_FAULT": f"{place} {fault} {rank} {PLACES[place]}" + "+" * (fault == "slow")}
+        # Without OMP_NUM_THREADS, torchrun prints that it sets it.
+        env = {"OMP_NUM_THREADS": "1"}
+        env |= {"TEST_FAULT": f"{place} {fault} {rank} {PLACES[place]}" + "+" * (fault == "slow")}
         more += ["--timeout", TIMEOUT] if hangs else []  # otherwise it is 600 s
         ran = run(*short, *more, "--out", out, launcher=launcher, env=env, seconds=200)
         about = faults[number], ran
