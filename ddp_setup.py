@@ -15,7 +15,8 @@ the processes that `spawn` starts. If a rank fails, all ranks end.
 
 import ctypes
 import logging
-import multiprocessing
+import math
+import multiprocessing.resource_tracker
 import os
 import pickle
 import re
@@ -480,12 +481,25 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
     # The ranks meet at this store. Given a socket, torch listens on the loopback address only.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
     start = function, args, size, store.port, os.getpid()
-    # Before stop_signals, so that the ranks inherit the caller's signal mask.
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        # multiprocessing starts this helper process with the first rank, and unblocks SIGTERM and
+        # SIGINT then. But the ranks must inherit the caller's signal mask.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        multiprocessing.resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    # Before stop_signals, which unblocks stop signals
     ranks = start_processes(_run_rank, start, size, join=False)
-    stopped = False
+    stopped, deadline = False, math.inf  # deadline: for the others, once a rank has ended with 0
     with stop_signals() as stop_requested:
         try:
             while not ranks.join(0.02, timeout if stopped else 4):
+                codes = [process.exitcode for process in ranks.processes]
+                if 0 in codes:
+                    deadline = min(deadline, time.monotonic() + timeout)
+                if None in codes and time.monotonic() > deadline:
+                    raise ChildProcessError(
+                        f"rank {codes.index(None)} had not ended {timeout:g} s after another rank"
+                    )
                 if stop_requested() and not stopped:
                     stopped = True
                     for process in ranks.processes:
