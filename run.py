@@ -281,9 +281,7 @@ def train(
     saved = ddp_setup.from_rank_zero(
         lambda: {key: state[key] for key in state.keys() - {"model", "optimizers"}}, world
     )
-    flags = ddp_setup.from_rank_zero(
-        lambda: complete_flags(asked, given, saved, world.device), world
-    )
+    flags = complete_flags(asked, given, saved, world)
     start_step = saved.get("step", 0)
     subject = f"cannot continue the run in {flags.out}: " if start_step else ""
     with usage_errors(subject, DATA_ADVICE if start_step else ""):
@@ -304,7 +302,7 @@ def train(
     )
     dtype = getattr(torch, flags.dtype)
     model = ddp_setup.wait_together(
-        lambda: build_without_weights(config, compiled, flags.checkpoint_activations), world
+        lambda: build_without_weights(config, compiled, flags.checkpoint_activations, state), world
     )
     replica = parallelize(model, flags, world)
     optimizers = ddp_setup.wait_together(lambda: make_optimizers(model, flags, world), world)
@@ -466,16 +464,36 @@ def find_start(flags: Flags, storage: ModuleType) -> Values:
     )
 
 
-def complete_flags(asked: Flags, given: set[str], saved: Values, device: torch.device) -> Flags:
-    """Return the flags of a run, without "auto". Rank 0 calls this for all ranks.
+def complete_flags(asked: Flags, given: set[str], saved: Values, world: ddp_setup.World) -> Flags:
+    """Return the flags of a run, without "auto". All ranks call this and get those of rank 0.
 
     Flags that are not in `given` come from the checkpoint, except NOT_RESTORED.
     ValueError if a given flag of PINNED contradicts the checkpoint, or if flags do not fit
     together.
     """
+
+    def complete() -> Values:
+        values = merge_saved(vars(asked), given, saved)
+        if values["dtype"] == "auto":
+            values["dtype"] = "bfloat16" if bfloat16_is_faster(world.device) else "float32"
+        if values["optimizer"] == "auto":
+            fast = Path(__file__).with_name("extras").joinpath("muon.py").is_file()
+            values["optimizer"] = "fast-muon" if fast else "muon"
+        if values["min_lr"] > values["lr"]:
+            raise ValueError(f"--min-lr {values['min_lr']} is higher than --lr {values['lr']}")
+        if world.device.type == "mps" and values["checkpoint_activations"] and values["dropout"]:
+            # Dropout would differ in the second forward pass: PyTorch issue 127676.
+            raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
+        return values
+
+    return Flags(**ddp_setup.from_rank_zero(complete, world))
+
+
+def merge_saved(values: Values, given: set[str], saved: Values) -> Values:
+    """Return the flags `values`. Those that are not in `given` come from the checkpoint."""
     config = saved.get("config", {})
     for name in given & config.keys() & PINNED:
-        ours, theirs, flag = getattr(asked, name), config[name], f"--{name.replace('_', '-')}"
+        ours, theirs, flag = values[name], config[name], f"--{name.replace('_', '-')}"
         # extras/tokenizer.py compares two tokenizer.json files later.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
         if ours != theirs and not both_json:
@@ -486,24 +504,8 @@ def complete_flags(asked: Flags, given: set[str], saved: Values, device: torch.d
                 f"{flag} {ours} contradicts {saved['name']}, made {made}; leave it out, or {other}"
             )
     # Other versions can have other flags.
-    names = (config.keys() & vars(asked).keys()) - given - NOT_RESTORED
-    values = vars(asked) | {name: config[name] for name in names}
-    if values["dtype"] == "auto":
-        if device.type == "cuda":
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            fast = device.type == "cpu" and bfloat16_is_faster()
-        values["dtype"] = "bfloat16" if fast else "float32"
-    if values["optimizer"] == "auto":
-        fast = Path(__file__).with_name("extras").joinpath("muon.py").is_file()
-        values["optimizer"] = "fast-muon" if fast else "muon"
-    flags = Flags(**values)
-    if flags.min_lr > flags.lr:
-        raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
-    if device.type == "mps" and flags.checkpoint_activations and flags.dropout:
-        # Dropout would differ in the second forward pass: PyTorch issue 127676.
-        raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
-    return flags
+    names = (config.keys() & values.keys()) - given - NOT_RESTORED
+    return values | {name: config[name] for name in names}
 
 
 def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
@@ -575,10 +577,14 @@ def model_config(values: Values) -> gpt.Config:
     return gpt.Config(**{name: values[name] for name in gpt.Config._fields})
 
 
-def build_without_weights(config: gpt.Config, compiled: bool, checkpoint: bool) -> gpt.GPT:
-    """Return a model that has no weights yet. checkpoint: whether to recompute activations."""
+def build_without_weights(
+    config: gpt.Config, compiled: bool, checkpoint_activations: bool, state: Values
+) -> gpt.GPT:
+    """Return a model that has no weights yet. ValueError if those of the checkpoint do not fit."""
     model = gpt.build(config, None)
-    model.checkpoint_activations = checkpoint
+    if state:
+        ckpt.check_same(state["model"], model.state_dict(), f"{state['name']}: ")
+    model.checkpoint_activations = checkpoint_activations
     if compiled:
         gpt.compile_(model)
     return model
@@ -715,16 +721,22 @@ def matmul_seconds(
     return min(times)
 
 
-def bfloat16_is_faster() -> bool:
-    """Return whether the CPU multiplies bfloat16 matrices at least 1.25 times as fast as float32.
+def bfloat16_is_faster(device: torch.device) -> bool:
+    """Return whether the device multiplies bfloat16 matrices clearly faster than float32 ones.
 
-    Some CPUs have instructions for bfloat16 that are slower than those for float32.
+    On a CPU, this is measured, because some have instructions for bfloat16 that are slower than
+    those for float32.
     """
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return False
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # Other load hardly changes the CPU time of a single thread.
-    cpu, clock = torch.device("cpu"), time.thread_time
-    bfloat16 = matmul_seconds(256, cpu, torch.bfloat16, clock)
-    float32 = matmul_seconds(256, cpu, torch.float32, clock)
+    bfloat16, float32 = (
+        matmul_seconds(256, device, dtype, time.thread_time)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
     torch.set_num_threads(threads)
     return 0 < 1.25 * bfloat16 <= float32  # A coarse clock gives 0.
 
@@ -880,13 +892,16 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
 
     All ranks call this. ValueError if they find different ones.
     """
-    state = newest_checkpoint(out)
+    state = ddp_setup.wait_together(lambda: newest_checkpoint(out), world)
     name = os.path.basename(state["name"])
-    if name != (theirs := ddp_setup.from_rank_zero(lambda: name, world)):
-        raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
-    with usage_errors(f"{state['name']}: "):
-        model = gpt.build(model_config(state["config"]), None)  # computes no weights
-        ckpt.check_same(state["model"], model.state_dict())
+    theirs = ddp_setup.from_rank_zero(lambda: name, world)
+
+    def build() -> gpt.GPT:
+        if name != theirs:
+            raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
+        return build_without_weights(model_config(state["config"]), False, False, state)
+
+    model = ddp_setup.wait_together(build, world)
     model.load_state_dict(state["model"], assign=True)
     return model.to(world.device).eval(), state
 
@@ -920,9 +935,15 @@ def sample(
         codec = extra("tokenizer") if kind == "tokenizer" else chardata
         if prompt is None:  # chars[0] is nearly always a new line.
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
-        ids = codec.encode(prompt, kind, chars).tolist()
-        if not ids or max(ids) >= vocab:
-            raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
+
+        def encode() -> list[int]:
+            ids: list[int] = codec.encode(prompt, kind, chars).tolist()
+            if not ids or max(ids) >= vocab:
+                text = f"--prompt {prompt!r} needs at least one token, and ids below {vocab}"
+                raise ValueError(text)
+            return ids
+
+        ids = ddp_setup.from_rank_zero(encode, world)
         torch.manual_seed(torch.seed() if seed is None else seed)
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
         generated = islice(generated, max_new_tokens)
@@ -971,7 +992,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         if data is not None:
             config |= {"data": data, "val_fraction": 1.0}
             del state["data"]  # the digest of the run's data
-        flags = complete_flags(Flags(out=out), set(), state, world.device)
+        flags = complete_flags(Flags(out=out), set(), state, world)
         corpus, _, plan = load_data(flags, set(), state, world)
         targets = chardata.num_tokens(plan.tokens) - 1
         if targets < 1:
@@ -1000,7 +1021,9 @@ def run_rank(asked: Flags, given: set[str]) -> int:
         join_group(asked.device, asked.timeout) as world,
     ):
         # Each rank has already used its own --device and --timeout.
-        asked, given = ddp_setup.from_rank_zero(lambda: (asked, given), world)
+        # A dict, because pickle does not find the class Flags under a profiler.
+        values, given = ddp_setup.from_rank_zero(lambda: (vars(asked), given), world)
+        asked = Flags(**values)
         sharded = asked.checkpoint == "sharded" and world.size > 1
         storage = ddp_setup.wait_together(lambda: open_storage(asked.out, sharded), world)
         arguments, watch = {}, nullcontext()
@@ -1016,8 +1039,6 @@ def run_rank(asked: Flags, given: set[str]) -> int:
 
 def launch(flags: Flags, given: set[str]) -> int:
     """Train as this rank, or start the ranks that --spawn asks for; return the exit code."""
-    # When a rank is lost, torch's code for NCCL would log pages before our one line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     # Triton would log its whole program before it raises an error.
     logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
     if "hang-report" in flags.use:  # It reads the flight recorder, which is off by default.
@@ -1131,7 +1152,7 @@ def add_commands() -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code.
 
-    Expected errors become one line.
+    Expected errors become one line. With --spawn, the ranks run the command line of this process.
     """
     try:
         if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -1166,6 +1187,8 @@ def program() -> None:
         # By default, idle OpenMP threads wait so long in a busy loop that training is up to seven
         # times slower if another program uses a core.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # When a rank is lost, torch's C++ code would log pages before our one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
     # In an import of torch, KeyboardInterrupt can get lost or leave torch incomplete. train and
