@@ -281,7 +281,10 @@ def train(
     saved = ddp_setup.from_rank_zero(
         lambda: {key: state[key] for key in state.keys() - {"model", "optimizers"}}, world
     )
-    flags = complete_flags(asked, given, saved, world)
+    complete = ddp_setup.from_rank_zero(
+        lambda: vars(complete_flags(asked, given, saved, world.device)), world
+    )
+    flags = Flags(**complete)
     start_step = saved.get("step", 0)
     subject = f"cannot continue the run in {flags.out}: " if start_step else ""
     with usage_errors(subject, DATA_ADVICE if start_step else ""):
@@ -464,29 +467,26 @@ def find_start(flags: Flags, storage: ModuleType) -> Values:
     )
 
 
-def complete_flags(asked: Flags, given: set[str], saved: Values, world: ddp_setup.World) -> Flags:
-    """Return the flags of a run, without "auto". All ranks call this and get those of rank 0.
+def complete_flags(asked: Flags, given: set[str], saved: Values, device: torch.device) -> Flags:
+    """Return the flags of a run, without "auto". Rank 0 calls this for all ranks.
 
     Flags that are not in `given` come from the checkpoint, except NOT_RESTORED.
     ValueError if a given flag of PINNED contradicts the checkpoint, or if flags do not fit
     together.
     """
-
-    def complete() -> Values:
-        values = merge_saved(vars(asked), given, saved)
-        if values["dtype"] == "auto":
-            values["dtype"] = "bfloat16" if bfloat16_is_faster(world.device) else "float32"
-        if values["optimizer"] == "auto":
-            fast = Path(__file__).with_name("extras").joinpath("muon.py").is_file()
-            values["optimizer"] = "fast-muon" if fast else "muon"
-        if values["min_lr"] > values["lr"]:
-            raise ValueError(f"--min-lr {values['min_lr']} is higher than --lr {values['lr']}")
-        if world.device.type == "mps" and values["checkpoint_activations"] and values["dropout"]:
-            # Dropout would differ in the second forward pass: PyTorch issue 127676.
-            raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
-        return values
-
-    return Flags(**ddp_setup.from_rank_zero(complete, world))
+    values = merge_saved(vars(asked), given, saved)
+    if values["dtype"] == "auto":
+        values["dtype"] = "bfloat16" if bfloat16_is_faster(device) else "float32"
+    if values["optimizer"] == "auto":
+        fast = Path(__file__).with_name("extras").joinpath("muon.py").is_file()
+        values["optimizer"] = "fast-muon" if fast else "muon"
+    flags = Flags(**values)
+    if flags.min_lr > flags.lr:
+        raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
+    if device.type == "mps" and flags.checkpoint_activations and flags.dropout:
+        # Dropout would differ in the second forward pass: PyTorch issue 127676.
+        raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
+    return flags
 
 
 def merge_saved(values: Values, given: set[str], saved: Values) -> Values:
@@ -992,7 +992,7 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         if data is not None:
             config |= {"data": data, "val_fraction": 1.0}
             del state["data"]  # the digest of the run's data
-        flags = complete_flags(Flags(out=out), set(), state, world)
+        flags = complete_flags(Flags(out=out), set(), state, world.device)
         corpus, _, plan = load_data(flags, set(), state, world)
         targets = chardata.num_tokens(plan.tokens) - 1
         if targets < 1:

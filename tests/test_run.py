@@ -251,7 +251,7 @@ def test_what_auto_means_is_chosen_once_printed_and_saved(
 def test_auto_chooses_by_speed_files_and_the_length_of_the_run(text, tmp_path):
     threads = torch.get_num_threads()
     ran = run(*TINY, "--data", text, "--out", tmp_path, "--steps", 1, "--dtype", "auto")
-    faster, muon = program.bfloat16_is_faster(), "fast-muon" if EXTRAS else "muon"
+    faster, muon = program.bfloat16_is_faster(CPU), "fast-muon" if EXTRAS else "muon"
     dtype = "bfloat16" if faster else "float32"
     assert f" in {dtype} with {muon}, steps 1 to 1, in " in ran.out, ran
     assert torch.get_num_threads() == threads

@@ -80,8 +80,8 @@ def folders(tmp_path_factory, text):
     start = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1".split()
     ended = subprocess.run(
         [sys.executable, *start, "-m", "test_systems", *map(str, folders), text],
-        cwd=ROOT / "tests",
-        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT / "tests/faults",
+        env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
         timeout=600,
