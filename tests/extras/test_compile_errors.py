@@ -47,13 +47,17 @@ def test_a_failed_compilation_is_one_line_that_names_no_compile(
     assert not [x for x in ran.err.splitlines() if x != line and "resource_tracker" not in x], ran
 
 
-def test_compiling_and_recomputed_activations_together_give_the_same_losses(text, tmp_path):
-    more = ["--checkpoint-activations", "--spawn", 2]
-    ran = compiled(tmp_path, text, f'exec {CXX} "$@"', *more)
-    assert ran.code == 0 and ran.err == "", ran
-    assert [*(tmp_path / "cache").rglob("*.so")]  # it was compiled
-    plain = [*SHORT, "--data", text, "--no-compile", "--out", tmp_path / "plain"]
-    assert run(*plain).code == 0
-    expected = losses(tmp_path / "plain")
-    assert [step for step, _ in expected] == [1, 2, 3]
-    assert dict(losses(tmp_path / "out")) == pytest.approx(dict(expected), rel=1e-4)
+@pytest.mark.torture
+def test_compiling_and_recomputed_activations_together_give_the_same_losses(text, tmp_path, trials):
+    def trial(_):
+        more = ["--checkpoint-activations", "--spawn", 2]
+        ran = compiled(tmp_path, text, f'exec {CXX} "$@"', *more)
+        assert ran.code == 0 and ran.err == "", ran
+        assert [*(tmp_path / "cache").rglob("*.so")]  # it was compiled
+        plain = [*SHORT, "--data", text, "--no-compile", "--out", tmp_path / "plain"]
+        assert run(*plain).code == 0
+        expected = losses(tmp_path / "plain")
+        assert [step for step, _ in expected] == [1, 2, 3]
+        assert dict(losses(tmp_path / "out")) == pytest.approx(dict(expected), rel=1e-4)
+
+    trials("compiled, with recomputed activations", trial, few=0, many=1, at_once=1)
