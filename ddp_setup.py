@@ -243,9 +243,13 @@ def _fault_of_others(error: Exception) -> str:
     # gloo raises a bare RuntimeError. Its text contains a place in gloo's source, or only the words
     # below. Without this match, each rank that has lost another one, or that has waited for the
     # timeout, would raise an error of its own.
-    texts = r"\[\S*/gloo/\S+:\d+\]|Application timeout caused pair closure"
-    gloo = type(error) is RuntimeError and re.search(texts, str(error))
-    return re.split(r"\n|\. ", str(error))[0] if gloo or isinstance(error, dist.DistError) else ""
+    texts = r"/gloo/\S+:\d+\]|Application timeout caused pair closure"
+    others = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
+    if type(error) is RuntimeError:
+        others = bool(re.search(texts, str(error)))
+    elif isinstance(error, dist.DistBackendError):  # NCCL's own errors are of this type, too.
+        others = bool(re.search("(?i)timed? ?out|remote process|connection", str(error)))
+    return re.split(r"\n|\. ", str(error))[0] if others else ""
 
 
 def _leave_to_others(error: Exception, world: World, timeout: float) -> None:
@@ -258,7 +262,7 @@ def _leave_to_others(error: Exception, world: World, timeout: float) -> None:
             code = LOST
         else:
             line = f"lost the connection to the other ranks ({reason})"
-    elif not (world.rank and getattr(error.__cause__ or error, "of_all_ranks", False)):
+    elif not (world.rank and getattr(error, "of_all_ranks", False)):
         return
     time.sleep(1)  # The launcher must see the rank that failed first as the first to end.
     if line:
@@ -331,8 +335,8 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     ValueError, OSError or RuntimeError.) If it leaves the block of process_group, rank 0 reports
     it, with the traceback of the other rank as a note.
 
-    Use it for slow work: the timeout of process_group does not apply. If a call hangs, all ranks
-    wait for a day.
+    Use it for slow work: the timeout of process_group does not apply. If a call hangs, if a rank is
+    stopped during it, or if its machine is lost, the others wait for a day.
     """
     if world.size == 1:
         return call()
@@ -380,9 +384,9 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     In the block, these signals do not interrupt the program. (Blocked ones are unblocked, and stay
     so.) Call the yielded function once per step, together with any_rank, because a signal may reach
     only some ranks. Once true, it stays true. A second SIGINT ends the process with exit code 130,
-    without cleanup; in a notebook and at a Python prompt, it raises KeyboardInterrupt. These
-    signals have no effect while the main thread waits in a collective, so a rank whose collective
-    hangs ends only at the timeout. For the workers of a DataLoader, see detach_worker.
+    without cleanup; in a notebook and at a Python prompt, it raises KeyboardInterrupt. While the main
+    thread waits in a collective, in wait_together or for ranks to join, these signals have no
+    effect, and are noticed afterwards. For the workers of a DataLoader, see detach_worker.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
@@ -451,13 +455,15 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
     Ctrl-C, or a SIGTERM of this function, ended it with signal N). An exception that leaves
     `function` becomes torch's ProcessRaisedException, with the traceback of the rank.
     ChildProcessError names a rank that another signal has killed, that has lost the others although
-    none has failed, or that had to be killed after a stop signal.
+    none has failed, or that had to be killed after a stop signal or after the end of another rank.
+
+    timeout: seconds that the others may go on after a rank has ended with 0.
 
     If a rank fails, the others get 4 seconds to end. Then they get SIGTERM, and after 4 more
     seconds SIGKILL. After a stop signal, this process sends SIGTERM to all ranks, and `timeout`
-    applies instead of the 4 seconds. Let all ranks exit with the same code, for example 3, after a
-    stop signal. A second SIGINT ends this process as in stop_signals. If this process dies, Linux
-    kills its ranks.
+    applies instead of the 4 seconds, twice. Let all ranks exit with the same code, for example 3,
+    after a stop signal. A second SIGINT ends this process as in stop_signals. If this process dies,
+    Linux kills its ranks.
 
     ValueError if size < 1, in a process that is a rank, and if the new processes could not import
     `function`. Nobody has tried this function on macOS and Windows. There, ranks do not end with
@@ -508,7 +514,7 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
             rank, code, problem = error.error_index, error.exit_code, ""
             killed = [i for i, p in enumerate(ranks.processes) if p.exitcode == -9 and i != rank]
             if stopped and killed:
-                problem = f"rank {killed[0]} had not ended {timeout:g} s after a stop signal"
+                problem = f"rank {killed[0]} did not end after a stop signal, and was killed"
             elif code == LOST:
                 problem = f"rank {rank} lost the connection to the other ranks"
             elif code < 0 and not (code == -signal.SIGINT or stopped and code == -signal.SIGTERM):

@@ -35,7 +35,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import cache, partial
@@ -80,14 +80,15 @@ if TYPE_CHECKING:
     import gpt
     import loop
 else:
-    names = "ddp_setup torch chardata gpt loop ckpt"
-    ddp_setup, torch, chardata, gpt, loop, ckpt = map(LazyModule, names.split())
+    ddp_setup, torch, chardata, gpt, loop, ckpt = map(
+        LazyModule, "ddp_setup torch chardata gpt loop ckpt".split()
+    )
 
 __version__ = "0.3.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 a Ctrl-C without saving
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
-FINISHED_ADVICE = "To go on, give a higher --epochs or --steps; for a new run, another --out."
+ADVICE = "To continue, give a higher {}; for a new run, name another --out."
 DATA_ADVICE = "; give the --data that the run had, or none if it had none; or name another --out"
 
 
@@ -244,12 +245,12 @@ def replicate(model: gpt.GPT, flags: Flags, world: ddp_setup.World) -> torch.nn.
     return ddp_setup.replicate(model, world)
 
 
-def keep_steps(steps: Iterable[Any], loss_fn: Any) -> tuple[Iterable[Any], Any]:
+def same_steps(steps: Iterable[Any], loss_fn: Any) -> tuple[Iterable[Any], Any]:
     """Change nothing in a training. --strategy fsdp, for example, pads the steps here."""
     return steps, loss_fn
 
 
-def keep_batches(
+def same_batches(
     model: torch.nn.Module, batches: Iterable[Any], loss_fn: Any, stop: Callable[[], bool]
 ) -> tuple[Iterable[Any], Any, Callable[[], bool]]:
     """Change nothing in an evaluation."""
@@ -263,8 +264,9 @@ def train(
     stop: Callable[[], bool],
     storage: ModuleType,
     parallelize: Callable[[gpt.GPT, Flags, ddp_setup.World], torch.nn.Module] = replicate,
-    wrap_steps: Callable[..., Any] = keep_steps,
-    wrap_batches: Callable[..., Any] = keep_batches,
+    wrap_steps: Callable[..., Any] = same_steps,
+    wrap_batches: Callable[..., Any] = same_batches,
+    check_folder: Callable[[str], object] = lambda out: None,
     before_save: Callable[..., object] = lambda model, optimizers: None,
     sync_each: bool = False,
 ) -> int:
@@ -281,10 +283,7 @@ def train(
     saved = ddp_setup.from_rank_zero(
         lambda: {key: state[key] for key in state.keys() - {"model", "optimizers"}}, world
     )
-    complete = ddp_setup.from_rank_zero(
-        lambda: vars(complete_flags(asked, given, saved, world.device)), world
-    )
-    flags = Flags(**complete)
+    flags = agree_on_flags(asked, given, saved, world)
     start_step = saved.get("step", 0)
     subject = f"cannot continue the run in {flags.out}: " if start_step else ""
     with usage_errors(subject, DATA_ADVICE if start_step else ""):
@@ -295,7 +294,8 @@ def train(
     tokens_at = partial(chardata.tokens_before, plan)
     if start_step >= total:
         if rank0:
-            say(f"The run in {flags.out} is finished: {start_step} steps. {FINISHED_ADVICE}")
+            limit = "--steps" if total == flags.steps else "--epochs"
+            say(f"The run in {flags.out} is finished: {start_step} steps. {ADVICE.format(limit)}")
         return DONE
 
     config = model_config(vars(flags) | {"vocab": corpus.vocab})
@@ -311,7 +311,7 @@ def train(
     optimizers = ddp_setup.wait_together(lambda: make_optimizers(model, flags, world), world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     if saved:
-        with usage_errors(f"{saved['name']}: "):
+        with usage_errors(f"{saved['name']}: ", together=True):
             # All ranks get the state of rank 0. The settings of the optimizers, such as the
             # learning rate, stay those of the flags.
             storage.restore_(state, replica, optimizers)
@@ -325,12 +325,13 @@ def train(
         "config": {key: settings[key] for key in settings if key not in NOT_RESTORED},
         "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
     }
-    machine = describe_machine(world, dtype)
+    machine = ddp_setup.from_rank_zero(lambda: describe_machine(world, dtype), world)
     peak_rate = machine["peak_flops"] / flops  # tokens/s
-    with usage_errors(f"--out {flags.out}: "):
+    with usage_errors(f"--out {flags.out}: ", together=True):
         _lock = ddp_setup.wait_together(  # is held while this name exists
             lambda: rank0 and prepare_folder(flags.out, storage, saved, settings | machine), world
         )
+        check_folder(flags.out)
     if rank0:
         say(describe_run(model, world, settings, start_step + 1, total))
     pool = start_save_thread()
@@ -410,8 +411,10 @@ def train(
             logged_at += time.perf_counter() - paused_at
             if stopped or last:
                 break
-    except Exception as error:  # Complete the save before the error ends the process.
-        together = isinstance(error, FloatingPointError)  # All ranks raise it together.
+    except Exception as error:
+        # Complete the save before the error ends the process. (If only this rank has an error, the
+        # launcher ends it some seconds after another rank has noticed that.)
+        together = isinstance(error, FloatingPointError) or hasattr(error, "of_all_ranks")
         wait_for_saves() if together else wait_for_save(*writing)
         raise
     written = may_save and wait_for_saves() and not writing[0].exception()
@@ -467,8 +470,18 @@ def find_start(flags: Flags, storage: ModuleType) -> Values:
     )
 
 
+def agree_on_flags(asked: Flags, given: set[str], saved: Values, world: ddp_setup.World) -> Flags:
+    """Return what complete_flags returns on rank 0. All ranks call this."""
+    # A dict, because pickle does not find the class Flags under a profiler.
+    return Flags(
+        **ddp_setup.from_rank_zero(
+            lambda: vars(complete_flags(asked, given, saved, world.device)), world
+        )
+    )
+
+
 def complete_flags(asked: Flags, given: set[str], saved: Values, device: torch.device) -> Flags:
-    """Return the flags of a run, without "auto". Rank 0 calls this for all ranks.
+    """Return the flags of a run, with a dtype and an optimizer in place of "auto".
 
     Flags that are not in `given` come from the checkpoint, except NOT_RESTORED.
     ValueError if a given flag of PINNED contradicts the checkpoint, or if flags do not fit
@@ -496,7 +509,7 @@ def merge_saved(values: Values, given: set[str], saved: Values) -> Values:
         ours, theirs, flag = values[name], config[name], f"--{name.replace('_', '-')}"
         # extras/tokenizer.py compares two tokenizer.json files later.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
-        if ours != theirs and not both_json:
+        if ours != theirs and theirs != "auto" and not both_json:
             # A state from --init-from has no step.
             other = "name another --out" if "step" in saved else "start without --init-from"
             made = f"with {flag} {theirs}" if theirs is not None else f"without {flag}"
@@ -563,7 +576,7 @@ def validate(
     plan: chardata.BatchPlan,
     world: ddp_setup.World,
     dtype: torch.dtype,
-    wrap: Callable[..., Any] = keep_batches,
+    wrap: Callable[..., Any] = same_batches,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Return the mean loss over the plan, or None if `stop` has interrupted it."""
@@ -704,7 +717,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for part, peak in DATASHEET.items():
             if re.search(rf"{part}(?!\d)", name):  # An RTX A1000 is not an A100.
                 return peak, "datasheet"
-    n = 8192 if device.type == "cuda" else 768  # takes milliseconds, much longer than its start
+    n = 8192 if device.type == "cuda" else 512  # takes milliseconds, much longer than its start
     return 2 * n**3 / matmul_seconds(n, device, dtype, time.perf_counter), "measured"
 
 
@@ -744,7 +757,7 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 def should_compile(asked: bool | None, device: torch.device, steps: int, flops: float) -> bool:
     """Return --compile. Without it, whether compiling is possible and saves time in this run.
 
-    steps, flops: of the whole run, so that a resumed run decides the same.
+    steps, flops: of the whole run.
     """
     # On an H100, it saves time after about 3,000 steps of a small model, or 350 of GPT-2.
     long = {"cpu": flops > 5e13, "cuda": steps > 4000 or flops > 1e16}.get(device.type, False)
@@ -861,9 +874,10 @@ def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]
 
 
 @contextmanager
-def usage_errors(subject: str = "", advice: str = "") -> Iterator[None]:
+def usage_errors(subject: str = "", advice: str = "", together: bool = False) -> Iterator[None]:
     """Raise click.UsageError for errors about values, files and packages: SUBJECT ERROR ADVICE.
 
+    together: All ranks raise the same error here. Then, as after wait_together, one prints it.
     To see the traceback of a ValueError, replace this function's body by `yield`.
     """
     try:
@@ -871,7 +885,10 @@ def usage_errors(subject: str = "", advice: str = "") -> Iterator[None]:
     except ConnectionError:  # A rank was lost.
         raise
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        raise click.UsageError(f"{subject}{error}{advice}") from error
+        usage_error = click.UsageError(f"{subject}{error}{advice}")
+        if together or hasattr(error, "of_all_ranks"):
+            setattr(usage_error, "of_all_ranks", True)  # for ddp_setup.process_group
+        raise usage_error from error
 
 
 # ------------------------------------------------------------------------------ sample and evaluate
@@ -932,7 +949,9 @@ def sample(
     with join_group(device) as world:
         model, state = load_model(out, world)
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
-        codec = extra("tokenizer") if kind == "tokenizer" else chardata
+        codec = chardata
+        if kind == "tokenizer":
+            codec = ddp_setup.wait_together(lambda: extra("tokenizer"), world)
         if prompt is None:  # chars[0] is nearly always a new line.
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
 
@@ -992,14 +1011,15 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         if data is not None:
             config |= {"data": data, "val_fraction": 1.0}
             del state["data"]  # the digest of the run's data
-        flags = complete_flags(Flags(out=out), set(), state, world.device)
+        flags = agree_on_flags(Flags(out=out), set(), state, world)
         corpus, _, plan = load_data(flags, set(), state, world)
         targets = chardata.num_tokens(plan.tokens) - 1
         if targets < 1:
-            raise ValueError("there is no validation data; name other or longer data with --data")
+            with usage_errors(together=True):
+                raise ValueError("there is no validation data; name other or longer --data")
         loss = validate(model, plan, world, getattr(torch, flags.dtype))
         assert loss is not None  # None only after a stop
-        chardata.verify_unchanged(corpus)
+        ddp_setup.wait_together(partial(chardata.verify_unchanged, corpus), world)
     if world.rank == 0:
         perplexity = math.inf if loss > 709 else math.exp(loss)
         click.echo(  # not say(), because the command must fail if it cannot write
@@ -1024,13 +1044,18 @@ def run_rank(asked: Flags, given: set[str]) -> int:
         # A dict, because pickle does not find the class Flags under a profiler.
         values, given = ddp_setup.from_rank_zero(lambda: (vars(asked), given), world)
         asked = Flags(**values)
-        sharded = asked.checkpoint == "sharded" and world.size > 1
-        storage = ddp_setup.wait_together(lambda: open_storage(asked.out, sharded), world)
-        arguments, watch = {}, nullcontext()
+        arguments: Values = {}
+        watch: AbstractContextManager[object] = nullcontext()
         if asked.use or asked.strategy != "ddp":
             arguments, watch = ddp_setup.wait_together(
                 lambda: extra("compose").compose(asked, world), world
             )
+        if asked.checkpoint == "sharded" and world.size > 1:
+            ddp_setup.wait_together(lambda: extra("sharded"), world)
+            storage = open_storage(asked.out, write_sharded=True)  # makes a process group
+            arguments["check_folder"] = storage.check_shared_folder
+        else:
+            storage = ddp_setup.wait_together(lambda: open_storage(asked.out), world)
         if world.device.type == "cpu":
             keep_freed_memory()
         with watch:
@@ -1041,8 +1066,6 @@ def launch(flags: Flags, given: set[str]) -> int:
     """Train as this rank, or start the ranks that --spawn asks for; return the exit code."""
     # Triton would log its whole program before it raises an error.
     logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
-    if "hang-report" in flags.use:  # It reads the flight recorder, which is off by default.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")
     # Block the stop signals until stop_signals() or spawn() can take them.
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
@@ -1066,10 +1089,16 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise click.UsageError(f"--config {path}: {reason}") from error
-    values = {key.replace("-", "_"): value for key, value in table.items()}
+    # Text, as on the command line, so that click refuses 2.9 steps.
+    values = {
+        key.replace("-", "_"): value if isinstance(value, list) and key == "use" else f"{value}"
+        for key, value in table.items()
+    }
     for name in values:
         check_name(name, OPTIONS, f"--config {path}: key")
-    ctx.default_map = {**values, "sample": values, "eval": values}
+    # The commands share these flags with the training.
+    shared = {name: values[name] for name in ("out", "device") if name in values}
+    ctx.default_map = values | {name: shared for name in cli.commands}
 
 
 def check_environment(group: click.Group) -> None:
@@ -1155,7 +1184,7 @@ def main(args: Sequence[str] | None = None) -> int:
     Expected errors become one line. With --spawn, the ranks run the command line of this process.
     """
     try:
-        if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "RANK" not in os.environ:
             with usage_errors():
                 extra("slurm").set_launch_env_(os.environ)
         add_commands()

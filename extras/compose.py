@@ -79,5 +79,7 @@ def replicate_with_graphs(
     # Most batches of this rank have this shape.
     rows = -(-flags.batch_size // world.size)
     batch = torch.zeros(2, rows, flags.block_size, dtype=torch.int64)
-    graph_small_(model, [*batch], getattr(torch, flags.dtype))
+    small = graph_small_(model, [*batch], getattr(torch, flags.dtype))
+    if not small and world.rank == 0:
+        warnings.warn("--use cuda-graphs has no effect: the model is not small", stacklevel=2)
     return ddp_setup.replicate(model, world)

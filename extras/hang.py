@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,9 @@ def _watch(world: Any, store: Any, timeout: float, main: int, ended: threading.E
     except Exception as error:
         line = f"WARNING: hangs are not reported with torch {torch.__version__}: {error!r}"
         code = 0
-    if store.add(f"line {code}", 1) == 1:
-        print(line, file=sys.stderr, flush=True)
+    with suppress(dist.DistError):  # The store is lost: its rank has printed the line.
+        if store.add(f"line {code}", 1) == 1:
+            print(line, file=sys.stderr, flush=True)
     if code:
         # No exception can be raised in the main thread while it is blocked in a collective.
         os._exit(code)

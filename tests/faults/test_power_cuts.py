@@ -117,6 +117,8 @@ def record(disk: Path, job: Callable[[], Any]) -> Trace:
 def run_and_exit(job: Callable[[], Any]) -> NoReturn:
     """Call job() in a child of a fork, and end the process."""
     try:
+        # The threads of OpenMP do not exist here if an earlier test of this process has used them.
+        torch.set_num_threads(1)
         job()
         os._exit(0)
     except BaseException:
