@@ -118,8 +118,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     torch.multiprocessing has started, a rank that has lost the connection prints nothing: see
     spawn.
 
-    An error that all ranks raise together (see wait_together) is raised by rank 0, and the others
-    raise SystemExit. The exit code is the attribute `exit_code` of the error, else 1.
+    An error that all ranks raise together has an attribute `of_all_ranks` (see wait_together). Rank
+    0 raises it, and the others raise SystemExit. The exit code is the attribute `exit_code` of the
+    error, else 1.
 
     sys.exit() and sys.exit(0) destroy the group, as the end of the block does. After such a block,
     a program can call process_group again, if torchrun or spawn has started it.
@@ -384,8 +385,8 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
     In the block, these signals do not interrupt the program. (Blocked ones are unblocked, and stay
     so.) Call the yielded function once per step, together with any_rank, because a signal may reach
     only some ranks. Once true, it stays true. A second SIGINT ends the process with exit code 130,
-    without cleanup; in a notebook and at a Python prompt, it raises KeyboardInterrupt. While the main
-    thread waits in a collective, in wait_together or for ranks to join, these signals have no
+    without cleanup; in a notebook and at a Python prompt, it raises KeyboardInterrupt. While the
+    main thread waits in a collective, in wait_together or for ranks to join, these signals have no
     effect, and are noticed afterwards. For the workers of a DataLoader, see detach_worker.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
