@@ -245,7 +245,7 @@ def test_training_continues_without_the_disk_and_the_next_save_tries_again(
     def trial(number: int) -> None:
         name, chance = list(FAULTS)[number % len(FAULTS)], random.Random(number)
         is_temporary = number % 2 == 0 or name == "folder deleted"
-        out, steps = disk(number) / "out", (chance.randint(8, 12), chance.randint(40, 50))
+        out, steps = disk(number) / "out", (chance.randint(11, 14), chance.randint(40, 50))
         how = {"launcher": [sys.executable, "-c", PAUSING]}
         how["env"] = {"TEST_STEPS": f"{steps[0]} {steps[1]}"}
         with Program(*flags, *TRAINING, "--out", out, **how) as program:
