@@ -118,9 +118,9 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     torch.multiprocessing has started, a rank that has lost the connection prints nothing: see
     spawn.
 
-    An error that all ranks raise together has an attribute `of_all_ranks` (see wait_together). Rank
-    0 raises it, and the others raise SystemExit. The exit code is the attribute `exit_code` of the
-    error, else 1.
+    An error that all ranks raise together has an attribute `raised_on_rank` (see wait_together).
+    Rank 0 raises it, and the others raise SystemExit. The exit code is the attribute `exit_code` of
+    the error, else 1.
 
     sys.exit() and sys.exit(0) destroy the group, as the end of the block does. After such a block,
     a program can call process_group again, if torchrun or spawn has started it.
@@ -263,7 +263,7 @@ def _leave_to_others(error: Exception, world: World, timeout: float) -> None:
             code = LOST
         else:
             line = f"lost the connection to the other ranks ({reason})"
-    elif not (world.rank and getattr(error, "of_all_ranks", False)):
+    elif not (world.rank and hasattr(error, "raised_on_rank")):
         return
     time.sleep(1)  # The launcher must see the rank that failed first as the first to end.
     if line:
@@ -357,9 +357,10 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     errors: list[Any] = [None] * world.size
     dist.all_gather_object(errors, shared, world.gloo)
     errors[world.rank] = own
-    for first in filter(None, errors):
-        first.of_all_ranks = True  # for process_group
-        raise first
+    for rank, first in enumerate(errors):
+        if first:
+            first.raised_on_rank = rank  # for process_group
+            raise first
     return result
 
 
@@ -488,16 +489,18 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
     # The ranks meet at this store. Given a socket, torch listens on the loopback address only.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
     start = function, args, size, store.port, os.getpid()
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        # multiprocessing starts this helper process with the first rank, and unblocks SIGTERM and
-        # SIGINT then. But the ranks must inherit the caller's signal mask.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        multiprocessing.resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    # Before stop_signals, which unblocks stop signals
-    ranks = start_processes(_run_rank, start, size, join=False)
     stopped, deadline = False, math.inf  # deadline: for the others, once a rank has ended with 0
+    posix = hasattr(signal, "pthread_sigmask")  # not on Windows
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ()) if posix else set()
     with stop_signals() as stop_requested:
+        if posix:
+            # The ranks inherit the caller's signal mask. multiprocessing would start this helper
+            # process with the first rank, and unblock SIGTERM and SIGINT then.
+            multiprocessing.resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        ranks = start_processes(_run_rank, start, size, join=False)
+        if posix:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             while not ranks.join(0.02, timeout if stopped else 4):
                 codes = [process.exitcode for process in ranks.processes]

@@ -87,6 +87,8 @@ else:
 __version__ = "0.3.0"
 DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 a Ctrl-C without saving
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
+# A rank waits for its save for this part of --timeout, because the others wait for the rank.
+SAVE_PART = 0.7
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 ADVICE = "To continue, give a higher {}; for a new run, name another --out."
 DATA_ADVICE = "; give the --data that the run had, or none if it had none; or name another --out"
@@ -199,7 +201,9 @@ class Flags:
     checkpoint_activations: bool = option(
         False, "Compute blocks again in the backward pass: less memory.", is_flag=True
     )
-    timeout: float = option(600.0, "Seconds to wait for another rank, or for a save.", SECONDS)
+    timeout: float = option(
+        600.0, "Seconds to wait for another rank; 0.7 of it, to wait for a save.", SECONDS
+    )
     out: str = option("out", "Folder or URL for checkpoints and metrics.", PATH)
     eval_every: int = option(100, "Steps between evaluations.", COUNT)
     eval_tokens: int = option(131072, "Validation tokens in an evaluation; 0 means all.", FROM_ZERO)
@@ -336,12 +340,11 @@ def train(
         say(describe_run(model, world, settings, start_step + 1, total))
     pool = start_save_thread()
     # The latest save of this rank and its deadline. The first save does nothing.
-    writing = pool.submit(bool), time.monotonic() + flags.timeout
+    writing = pool.submit(bool), time.monotonic()
 
     def wait_for_saves() -> bool:
         """Wait for the saves of all ranks. Return whether all ended in time."""
-        ended = ddp_setup.wait_together(partial(wait_for_save, *writing), world)
-        return not ddp_setup.any_rank(not ended, world)
+        return not ddp_setup.any_rank(not wait_for_save(*writing), world)
 
     batches = chardata.steps(
         plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
@@ -396,7 +399,9 @@ def train(
                     append_metrics(storage, flags.out, {"step": step, "val_loss": val_loss})
                     say(f"step {step}  validation loss {val_loss:.4f} over {targets:,} tokens")
             if stopped or last or due:
-                ddp_setup.wait_together(partial(chardata.verify_unchanged, corpus), world)
+                # any_rank, because wait_together would wait for a day for a rank that was stopped.
+                if ddp_setup.any_rank(has_changed(corpus), world):
+                    ddp_setup.wait_together(partial(chardata.verify_unchanged, corpus), world)
                 before_save(replica, optimizers)
                 if may_save := wait_for_saves():  # otherwise, skip this save
                     copy = storage.snapshot(
@@ -406,7 +411,7 @@ def train(
                         save = pool.submit(
                             storage.save, flags.out, copy, step, val_loss, flags.keep
                         )
-                        writing = save, time.monotonic() + flags.timeout
+                        writing = save, time.monotonic() + SAVE_PART * flags.timeout
                     del copy  # Now only the save holds it.
             logged_at += time.perf_counter() - paused_at
             if stopped or last:
@@ -414,7 +419,7 @@ def train(
     except Exception as error:
         # Complete the save before the error ends the process. (If only this rank has an error, the
         # launcher ends it some seconds after another rank has noticed that.)
-        together = isinstance(error, FloatingPointError) or hasattr(error, "of_all_ranks")
+        together = isinstance(error, FloatingPointError) or hasattr(error, "raised_on_rank")
         wait_for_saves() if together else wait_for_save(*writing)
         raise
     written = may_save and wait_for_saves() and not writing[0].exception()
@@ -505,7 +510,7 @@ def complete_flags(asked: Flags, given: set[str], saved: Values, device: torch.d
 def merge_saved(values: Values, given: set[str], saved: Values) -> Values:
     """Return the flags `values`. Those that are not in `given` come from the checkpoint."""
     config = saved.get("config", {})
-    for name in given & config.keys() & PINNED:
+    for name in sorted(given & config.keys() & PINNED):
         ours, theirs, flag = values[name], config[name], f"--{name.replace('_', '-')}"
         # extras/tokenizer.py compares two tokenizer.json files later.
         both_json = f"{ours}".endswith(".json") and f"{theirs}".endswith(".json")
@@ -552,7 +557,7 @@ def load_data(
 
     def check() -> None:
         if corpus.digest != digest:
-            raise ValueError("is not the same on all ranks")
+            raise ValueError("is not the same as on rank 0")
         kind = saved["vocabulary"]["kind"] if saved else corpus.kind
         # The ids in a token file can come from a tokenizer.json.
         if kind != corpus.kind and {kind, corpus.kind} != {"ids", "tokenizer"}:
@@ -662,6 +667,15 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     storage.write_text(out, "metrics.jsonl", "".join(kept))
     storage.write_text(out, "config.json", json.dumps(config, indent=1))
     return lock
+
+
+def has_changed(corpus: chardata.Corpus) -> bool:
+    """Return whether chardata.verify_unchanged would raise an error."""
+    try:
+        chardata.verify_unchanged(corpus)
+    except (ValueError, OSError):
+        return True
+    return False
 
 
 def wait_for_save(save: Future[Any], deadline: float) -> bool:
@@ -878,6 +892,7 @@ def usage_errors(subject: str = "", advice: str = "", together: bool = False) ->
     """Raise click.UsageError for errors about values, files and packages: SUBJECT ERROR ADVICE.
 
     together: All ranks raise the same error here. Then, as after wait_together, one prints it.
+    An error that wait_together has got from another rank than 0 is printed with this rank.
     To see the traceback of a ValueError, replace this function's body by `yield`.
     """
     try:
@@ -885,9 +900,11 @@ def usage_errors(subject: str = "", advice: str = "", together: bool = False) ->
     except ConnectionError:  # A rank was lost.
         raise
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        usage_error = click.UsageError(f"{subject}{error}{advice}")
-        if together or hasattr(error, "of_all_ranks"):
-            setattr(usage_error, "of_all_ranks", True)  # for ddp_setup.process_group
+        rank = getattr(error, "raised_on_rank", 0 if together else None)
+        where = f"rank {rank}: " if rank else ""
+        usage_error = click.UsageError(f"{where}{subject}{error}{advice}")
+        if rank is not None:
+            setattr(usage_error, "raised_on_rank", rank)  # for ddp_setup.process_group
         raise usage_error from error
 
 
@@ -915,7 +932,7 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
 
     def build() -> gpt.GPT:
         if name != theirs:
-            raise ValueError(f"rank {world.rank} found {name}, rank 0 {theirs}; start again")
+            raise ValueError(f"found {name}, but rank 0 {theirs}; start again")
         return build_without_weights(model_config(state["config"]), False, False, state)
 
     model = ddp_setup.wait_together(build, world)

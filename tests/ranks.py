@@ -156,7 +156,7 @@ def fail_together() -> None:
         except ValueError as error:
             wrapped = RuntimeError(f"wrapped: {error}")
             wrapped.exit_code = 2
-            wrapped.of_all_ranks = error.of_all_ranks  # as usage_errors of run.py does
+            wrapped.raised_on_rank = error.raised_on_rank  # as usage_errors of run.py does
             raise wrapped from error
 
 

@@ -733,7 +733,7 @@ def test_of_two_ranks_one_prints_a_loss_or_the_mistake(undisturbed, fifty, tmp_p
     ours, other = undisturbed(1), fifty("--optimizer auto")[1]
     assert evaluate(ours, ours) == [Ran(0, run("eval", "--out", ours).out, ""), Ran(0, "", "")]
     for outs, error in {
-        (ours, other): "rank 1 found step-00000050-.*, rank 0 step-00000100-.*",
+        (ours, other): "rank 1: found step-00000050-.*, but rank 0 step-00000100-.*",
         (tmp_path, tmp_path): ".* there is no checkpoint.*",
     }.items():
         codes, printed, errors = zip(*evaluate(*outs))
@@ -788,7 +788,7 @@ def test_ranks_with_different_data_end_with_one_line(tmp_path):
     ended = on_two_ranks(*TINY, "--data", "text.txt", "--out", tmp_path / "out", roots=roots)
     assert {ran.code for ran in ended} <= {1, 2}, ended
     errors = "".join(ran.err for ran in ended)
-    assert errors == "Error: --data text.txt: is not the same on all ranks\n", ended
+    assert errors == "Error: rank 1: --data text.txt: is not the same as on rank 0\n", ended
     assert not (tmp_path / "out").exists()
 
 
