@@ -190,8 +190,10 @@ def available_cpus(cgroup: str = "/sys/fs/cgroup") -> int:
 
 
 def _join(world: World, timeout: float) -> World:
-    """Join the process group, and return `world` with its gloo group. ConnectionError if some
-    ranks do not join."""
+    """Join the process group, and return `world` with its gloo group.
+
+    ConnectionError if some ranks do not join.
+    """
     limit, cuda = timedelta(seconds=timeout), world.device.type == "cuda"
     one_machine = world.local_size == world.size
     if one_machine and sys.platform == "linux":

@@ -340,7 +340,7 @@ def train(
         say(describe_run(model, world, settings, start_step + 1, total))
     pool = start_save_thread()
     # The latest save of this rank and its deadline. The first save does nothing.
-    writing = pool.submit(bool), time.monotonic()
+    writing = pool.submit(bool), time.monotonic() + SAVE_PART * flags.timeout
 
     def wait_for_saves() -> bool:
         """Wait for the saves of all ranks. Return whether all ended in time."""
@@ -427,10 +427,10 @@ def train(
         if rank0:
             say(f"Error: the checkpoint of step {step} was not written", error=True)
         return FAILED
-    stopped_text = f"Stopped as asked after step {step} of {total}; start again to continue there."
-    done_text = f"Done: {total} steps. To print text: python run.py sample --out {flags.out}"
-    if rank0:
-        say(stopped_text if step < total else done_text)
+    if rank0 and step < total:
+        say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
+    elif rank0:
+        say(f"Done: {total} steps. To print text: python run.py sample --out {flags.out}")
     return STOPPED if step < total else DONE
 
 
@@ -686,7 +686,7 @@ def wait_for_save(save: Future[Any], deadline: float) -> bool:
     try:
         error = save.exception(deadline - time.monotonic())
     except TimeoutError:
-        warn_once("a save takes longer than --timeout; until it ends, nothing else is saved")
+        warn_once("a save takes longer than 0.7 of --timeout; until it ends, nothing else is saved")
         return False
     if error:
         warn(f"checkpoint not written: {error}; the checkpoints before it are untouched")
@@ -1057,8 +1057,8 @@ def run_rank(asked: Flags, given: set[str]) -> int:
         ddp_setup.stop_signals(STOPPING) as stop,
         join_group(asked.device, asked.timeout) as world,
     ):
-        # Each rank has already used its own --device and --timeout.
-        # A dict, because pickle does not find the class Flags under a profiler.
+        # Each rank has already used its own --device and --timeout. This sends a dict, because
+        # pickle does not find the class Flags under a profiler.
         values, given = ddp_setup.from_rank_zero(lambda: (vars(asked), given), world)
         asked = Flags(**values)
         arguments: Values = {}

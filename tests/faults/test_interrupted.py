@@ -150,7 +150,7 @@ def test_a_save_that_never_returns_does_not_hold_the_run(text, tmp_path, ranks):
     flags = ["--steps", 30, "--save-every", 5, "--log-every", 1, "--timeout", 4]
     ran = run(*TINY, "--data", text, *flags, "--out", out, launcher=launcher)
     assert ran.code == 1 and "Traceback" not in ran.out, ran
-    assert ran.err.count("Warning: a save takes longer than --timeout; until it ends") == 1
+    assert ran.err.count("Warning: a save takes longer than 0.7 of --timeout; until it ends") == 1
     assert [step for step, _ in losses(out)] == list(range(1, 31))  # the training itself ended
     assert state(out)["step"] == 5 and len(checkpoints(out)) == 1
 
