@@ -19,7 +19,7 @@ S = T + the number of cached keys.
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -393,15 +393,23 @@ def parameter_groups(model: GPT) -> dict[str, list[nn.Parameter]]:
 
 @torch.no_grad()
 def sample(
-    model: GPT, prompt: Tensor, *, temperature: float = 1.0, top_k: int = 0
+    model: GPT,
+    prompt: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
 ) -> Iterator[Tensor]:
     """Generate tokens without end, for one prompt or a batch. The model must not be sharded.
 
     prompt: (B, T) int64, or (T,). Only its last block_size tokens are used.
-    temperature, top_k: see sample_token.
+    temperature, top_k, top_p: see sample_token.
+    seed: row b draws from a generator of its own, seeded from (seed, b). So its text does not
+        depend on the number of rows. None: torch's global generator gives the seed.
     Yields the next token of each prompt, (B,) int64, on the device of the model. B is 1 for (T,).
-    Uses torch's global generator. The first next() raises ValueError in training mode, for an empty
-    prompt, if temperature is negative or not finite, and if top_k is negative.
+    The first next() raises ValueError in training mode, for an empty prompt, if temperature is
+    negative or not finite, if top_k is negative, and if top_p is not above 0 and at most 1.
     When the context becomes longer than block_size, it is cut to its last ceil(block_size / 2)
     tokens.
     """
@@ -409,9 +417,10 @@ def sample(
         raise ValueError("the model is in training mode; call model.eval() before")
     if not prompt.numel():
         raise ValueError("the prompt is empty; at least one token is needed")
-    if not 0 <= temperature < math.inf or top_k < 0:
+    if not 0 <= temperature < math.inf or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
-            f"temperature {temperature}, top_k {top_k}: must be finite, and at least 0"
+            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: must be finite and at least "
+            "0, and top_p above 0 and at most 1"
         )
     config = model.config
     weight = model.embedding.weight
@@ -420,11 +429,17 @@ def sample(
     caches = weight.new_zeros(
         config.layers, 2, len(context), config.heads, config.block_size, config.embd // config.heads
     )
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    generators = [
+        torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {row}".encode()))
+        for row in range(len(context))
+    ]
     while True:
         end = context.shape[1]
         with torch.inference_mode():  # saves up to a tenth of the time
             logits = model(context, caches=caches[..., :end, :], start=start)
-        tokens = sample_token(logits, temperature, top_k)
+        tokens = sample_token(logits, temperature, top_k, top_p, generators)
         context, start = torch.cat((context, tokens[:, None]), 1), end
         yield tokens
         if end == config.block_size:
@@ -433,12 +448,20 @@ def sample(
             context, start = context[:, -math.ceil(end / 2) :], 0
 
 
-def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
+def sample_token(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float = 1.0,
+    generators: Sequence[torch.Generator | None] = (),
+) -> Tensor:
     """Draw one token from each row of logits (B, V). Return (B,) int64.
 
     temperature: the logits are divided by it. 0 returns the most likely token.
     top_k: draw only from the top_k most likely tokens and from ties with the last of these. 0 means
         all.
+    top_p: draw only from the most likely tokens whose probabilities add up to top_p.
+    generators: one for each row. Without them, all rows draw from torch's global generator.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -448,4 +471,11 @@ def sample_token(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     # The largest logit becomes 0, so the division cannot give +inf. A temperature that float32
     # rounds to 0 would give NaN, so it is at least 1e-30.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
-    return torch.multinomial(logits.softmax(-1), 1).flatten()
+    probabilities = logits.softmax(-1)
+    if top_p < 1:
+        falling, order = probabilities.sort(descending=True)
+        # A token is left out if those before it already have top_p.
+        falling[falling.cumsum(-1) - falling >= top_p] = 0
+        probabilities = probabilities.scatter(-1, order, falling)
+    draws = zip(probabilities, generators or [None] * len(logits))
+    return torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in draws])

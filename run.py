@@ -948,15 +948,23 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     "--temperature", type=NOT_NEGATIVE, default=0.8, help="0: always the most probable token."
 )
 @click.option("--top-k", type=FROM_ZERO, default=0, help="Only the K most probable; 0 means all.")
-@click.option("--seed", type=SEED, help="To get the same text again.  [default: a new seed]")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    help="Only the most probable tokens whose probabilities add up to P.",
+)
+@click.option("--stop", default="", help="End a text before the first TEXT after the prompt.")
+@click.option("--seed", type=SEED, help="To get the same texts again.  [default: a new seed]")
 def sample(
     out: str,
     device: str,
     prompt: str | None,
     max_new_tokens: int,
     num_samples: int,
+    stop: str,
     seed: int | None,
-    **settings: Any,  # temperature and top_k
+    **settings: Any,  # temperature, top_k and top_p
 ) -> None:
     """Print text that the newest checkpoint generates.
 
@@ -980,29 +988,49 @@ def sample(
             return ids
 
         ids = ddp_setup.from_rank_zero(encode, world)
-        torch.manual_seed(torch.seed() if seed is None else seed)
-        generated = gpt.sample(model, torch.tensor([ids] * num_samples), **settings)
+        seed = torch.seed() if seed is None else seed
+        generated = gpt.sample(model, torch.tensor([ids] * num_samples), seed=seed, **settings)
         generated = islice(generated, max_new_tokens)
     if world.rank == 0:
-        print_texts(ids, generated, num_samples, lambda tokens: codec.decode(tokens, kind, chars))
+        print_texts(
+            ids, generated, num_samples, lambda tokens: codec.decode(tokens, kind, chars), stop
+        )
 
 
 def print_texts(
     ids: list[int],
     generated: Iterable[torch.Tensor],
     count: int,
-    decode: Callable[[Iterator[int]], Iterator[str]],
+    decode: Callable[[Iterable[int]], Iterator[str]],
+    stop: str,
 ) -> None:
     """Print `count` texts that begin with `ids`. generated: yields the next tokens of all texts.
 
     `generated` is lazy, so the first text is printed while it grows.
     """
+    prompt = len("".join(decode(ids)))
     for row, batches in enumerate(tee(generated, count)):
         if row:
             click.echo("-" * 20)
-        for text in decode(chain(ids, (int(batch[row]) for batch in batches))):
-            click.echo(text, nl=False)
+        pieces = decode(chain(ids, (int(batch[row]) for batch in batches)))
+        for piece in cut_at(stop, prompt, pieces) if stop else pieces:
+            click.echo(piece, nl=False)
         click.echo()
+
+
+def cut_at(stop: str, start: int, pieces: Iterable[str]) -> Iterator[str]:
+    """Yield a text piece by piece, and end it before the first `stop` from index `start` on."""
+    text, done = "", 0
+    for piece in pieces:
+        text += piece
+        at = text.find(stop, max(start, done))
+        # The last characters can be the beginning of `stop`.
+        end = max(done, len(text) + 1 - len(stop) if at < 0 else at)
+        yield text[done:end]
+        if at >= 0:
+            return
+        done = end
+    yield text[done:]
 
 
 for parameter in sample.params:

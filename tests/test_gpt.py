@@ -5,6 +5,7 @@ model.
 import copy
 import math
 import shutil
+import zlib
 from collections import Counter
 from functools import partial
 from itertools import combinations, islice
@@ -424,9 +425,10 @@ def sample_without_a_cache(model, prompt, temperature):
     """Follow the rule of `sample`: cut a context of more than block_size tokens to its last half."""
     size = model.config.block_size
     context = prompt[-size:].tolist()
+    generator = torch.Generator().manual_seed(zlib.crc32(b"0 0"))  # of seed 0 and row 0
     while True:
-        logits = model(torch.tensor([context]))[0, -1]
-        context.append(int(gpt.sample_token(logits, temperature, 0)))
+        logits = model(torch.tensor([context]))[:, -1]
+        context.append(int(gpt.sample_token(logits, temperature, 0, 1.0, [generator])))
         yield context[-1]
         if len(context) > size:
             context = context[-((size + 1) // 2) :]
@@ -443,9 +445,7 @@ def sampled(model, prompt, count, **settings):
 @EACH_ARCH
 def test_sampling_with_and_without_a_cache_gives_the_same_tokens(block_size, length, arch):
     model, prompt = random_model(arch, block_size=block_size), random_tokens(length)
-    torch.manual_seed(0)
-    with_cache = sampled(model, prompt, 40, temperature=2)
-    torch.manual_seed(0)
+    with_cache = sampled(model, prompt, 40, temperature=2, seed=0)
     without = [*islice(sample_without_a_cache(model, prompt, 2), 40)]
     assert with_cache == without and len(set(without)) > 4
 
@@ -480,10 +480,12 @@ def test_sampling_computes_one_position_per_token_and_the_logits_of_the_last_tok
     [
         (True, (3,), {}, "training mode; call model.eval"),
         (False, (3, 0), {}, "the prompt is empty"),
-        (False, (3,), {"temperature": -0.5}, "must be finite, and at least 0"),
-        (False, (3,), {"temperature": math.nan}, "must be finite, and at least 0"),
-        (False, (3,), {"temperature": math.inf}, "must be finite, and at least 0"),
-        (False, (3,), {"top_k": -1}, "must be finite, and at least 0"),
+        (False, (3,), {"temperature": -0.5}, "must be finite and at least 0"),
+        (False, (3,), {"temperature": math.nan}, "must be finite and at least 0"),
+        (False, (3,), {"temperature": math.inf}, "must be finite and at least 0"),
+        (False, (3,), {"top_k": -1}, "must be finite and at least 0"),
+        (False, (3,), {"top_p": 0.0}, "top_p above 0 and at most 1"),
+        (False, (3,), {"top_p": 1.1}, "top_p above 0 and at most 1"),
     ],
 )
 def test_what_sample_cannot_do_is_an_error_at_the_first_next(training, shape, settings, message):
@@ -509,6 +511,22 @@ def test_token_frequencies_follow_temperature_and_top_k(temperature, top_k):
     assert statistic <= df + 6 * math.sqrt(2 * df)
 
 
+def test_top_p_keeps_the_most_likely_tokens_until_their_sum_reaches_it():
+    """LOGITS in falling order: 0.35, 0.31, 0.21, 0.06, 0.05, 0.02 (rounded)."""
+    torch.manual_seed(0)
+    for top_p, kept in [(0.01, 1), (0.3, 1), (0.4, 2), (0.7, 3), (0.9, 4), (0.95, 5), (1.0, 6)]:
+        drawn = gpt.sample_token(LOGITS.expand(500, 6), 1.0, 0, top_p)
+        assert {*drawn.tolist()} == {*LOGITS.argsort(descending=True)[:kept].tolist()}
+
+
+def test_a_row_draws_the_same_tokens_alone_and_in_a_batch():
+    """Otherwise `--num-samples 3 --seed 1` would not begin with the text of `--seed 1`."""
+    model, prompts = random_model("modern2"), random_tokens(1, 6).expand(3, 6)
+    batch = torch.stack([*islice(gpt.sample(model, prompts, seed=1), 20)], dim=1).tolist()
+    assert sampled(model, prompts[:1], 20, seed=1) == batch[0]
+    assert batch[0] != batch[1] != batch[2] and sampled(model, prompts[:1], 20, seed=2) != batch[1]
+
+
 def test_each_row_of_logits_has_its_own_largest_ones():
     logits = torch.stack((LOGITS, LOGITS.roll(1), -LOGITS))
     tokens = [gpt.sample_token(logits, 5.0, 2).tolist() for _ in range(100)]
@@ -523,9 +541,10 @@ def test_sample_passes_its_settings_to_sample_token_and_depends_on_the_seed():
 
     greedy = draw(temperature=0)
     assert draw(top_k=1) == draw(temperature=1e-4) == greedy
-    assert draw() == draw(temperature=1.0, top_k=0) != draw(seed=1)
+    assert draw() == draw(temperature=1.0, top_k=0, top_p=1.0) != draw(seed=1)
+    assert draw(top_p=1e-6) == greedy
     assert draw(temperature=3.0) != draw()
 
 
 def test_a_tiny_temperature_does_not_overflow():
-    assert gpt.sample_token(LOGITS * 1e10, 1e-40, 0) == 1
+    assert gpt.sample_token(LOGITS[None] * 1e10, 1e-40, 0) == 1

@@ -702,6 +702,17 @@ def test_a_sample_depends_only_on_its_seed_and_the_loss_is_that_of_the_training(
     )
 
 
+def test_a_sample_ends_before_the_stop_text_and_the_first_of_three_is_the_single_one(undisturbed):
+    ask = ["sample", "--out", undisturbed(1), "--prompt", "the ", "--max-new-tokens", 60]
+    whole = run(*ask, "--seed", 1).out
+    assert run(*ask, "--seed", 1, "--num-samples", 3).out.startswith(f"{whole}{'-' * 20}\n")
+    new = whole[len("the ") : -1]
+    for stop in {new[0], new[7:9], new[-3:], "the " + new[:2]}:
+        cut = new[: new.index(stop)] if stop in new else new
+        assert run(*ask, "--seed", 1, "--stop", stop).out == f"the {cut}\n", stop
+    assert run(*ask, "--top-p", 1e-9).out == run(*ask, "--temperature", 0).out
+
+
 def test_eval_prints_a_loss_of_which_the_perplexity_is_too_large_for_a_float(text, tmp_path):
     wild = "--steps 12 --warmup 0 --lr 200 --min-lr 200 --clip 0 --weight-decay 0".split()
     ran = run(*TINY, *wild, "--data", text, "--out", tmp_path)
