@@ -2,17 +2,18 @@
 
     def loss_fn(model, batch):
         x, y = batch
-        return F.mse_loss(model(x), y, reduction="sum"), len(x)
+        return F.cross_entropy(model(x), y, reduction="none")  # (B,): a loss for each row
 
-    steps = group_batches(loader, accum=2, count=lambda batch: len(batch[0]))
+    steps = group_batches(loader, accum=2)
     lr_at = partial(linear, total=1000, warmup_steps=50)
     for step, report in train_(model, [optimizer], steps, loss_fn, lr_at=lr_at):
         if step % 10 == 0:
             print(step, float(report.loss))
 
-The loss function returns the sum of the losses in a micro-batch, and the count of these losses: the
-number of rows or tokens, or the sum of their weights. If it returns the mean instead of the sum,
-the result is wrong without an error. The global batch of a step is all micro-batches of all ranks.
+The loss function returns the losses of a micro-batch as a tensor, one for each row or token. Or it
+returns a tuple: their sum, or weighted losses, and their count, or the sum of their weights. If it
+returns (mean, count), the result is wrong without an error: see from_mean. The global batch of a
+step is all micro-batches of all ranks.
 Each rank back-propagates sum * world_size / (count of the global batch). DDP and FSDP2 average over
 the ranks, so the result is the exact mean gradient.
 
@@ -26,7 +27,7 @@ ranks end, or until the timeout of the process group.
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,8 +41,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-# loss_fn(model, micro-batch on the model's device) -> (scalar sum, count of its terms)
-LossFn = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
+# loss_fn(model, micro-batch on the model's device) -> losses, or (losses or their sum, their count)
+LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 # the function that to_host returns
 Reader = Callable[[], list[float]]
 
@@ -165,7 +166,7 @@ def train_(
                 last = i == len(batches)
                 with nullcontext() if last else no_sync():
                     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                        loss_sum, count = loss_fn(model, to_device(batch, device))
+                        loss_sum, count = _add_up(loss_fn(model, to_device(batch, device)))
                     if weight:
                         sums[0] += loss_sum.detach()
                         sums[1] += count
@@ -193,6 +194,37 @@ def train_(
         yield step + 1, Report(loss, norm, sums[1], skipped, checks.pop(0)())
     for check in checks:
         check()
+
+
+def _add_up(result: Tensor | tuple[Tensor, float | Tensor]) -> tuple[Tensor, float | Tensor]:
+    """Return (sum, count) of what a loss function returned."""
+    if isinstance(result, Tensor):
+        if not result.ndim:
+            raise ValueError(
+                "loss_fn returned a single number: return the losses of all rows "
+                "(reduction='none'), or their sum and their count; for a mean see from_mean"
+            )
+        result = result, result.numel()
+    losses, count = result
+    return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), count
+
+
+def count_rows(batch: Any) -> int:
+    """Return the length of the first tensor in a batch. Tuples, lists and dicts can be nested."""
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return len(batch)
+
+
+def from_mean(
+    mean_fn: Callable[[nn.Module, Any], Tensor], count: Callable[[Any], float] = count_rows
+) -> LossFn:
+    """Return a loss function for train_ and evaluate, from one that returns the mean of a batch.
+
+    mean_fn: is called with (model, batch). count: returns for a batch the number of terms of its
+    mean, by default the number of rows. Give the same function to group_batches.
+    """
+    return lambda model, batch: (mean_fn(model, batch) * count(batch), count(batch))
 
 
 def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool:
@@ -316,7 +348,7 @@ def evaluate(
                 sums[2].fill_(1)
                 break
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss_sum, count = loss_fn(model, to_device(batch, device))
+                loss_sum, count = _add_up(loss_fn(model, to_device(batch, device)))
             sums[0] += loss_sum
             sums[1] += count
     finally:
@@ -335,13 +367,14 @@ def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def group_batches(
-    batches: Iterable[Any], accum: int, count: Callable[[Any], float]
+    batches: Iterable[Any], accum: int = 1, count: Callable[[Any], float] = count_rows
 ) -> Iterator[tuple[list[Any], float]]:
     """Group this rank's batches into the steps that train_ takes.
 
     All ranks must iterate over the result together.
     accum: number of micro-batches per step and rank.
-    count: returns for a batch the count that the loss function will return.
+    count: returns for a batch the count that the loss function will return or, if it returns a
+        tensor of losses, the number of these. The default is the number of rows.
 
     The steps end when no rank has a batch left. A rank that runs out earlier repeats a micro-batch
     and declares 0: see train_. A step whose count is 0 on all ranks is left out. ValueError if
@@ -432,12 +465,43 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def linear(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
+def linear(
+    step: int,
+    total: int,
+    warmup_steps: int = 0,
+    floor: float = 0.0,
+    decay_steps: int | None = None,
+) -> float:
     """Return the factor for the learning rate in a step: linear warm-up, then linear decay.
 
-    step: from 0 to total - 1. If total is more than warmup_steps, the factor at total - 1 is one
-        step of the decay above `floor`.
+    step: from 0 to total - 1. The factor at total - 1 is one step of the decay above `floor`.
+    decay_steps: the decay takes this number of steps at the end, and before it the factor is 1.
+        None, or more than there are: it begins after the warm-up.
     """
-    warmup = min(1.0, (step + 1) / max(1, warmup_steps))
-    done = min(1.0, max(0, step - warmup_steps) / max(1, total - warmup_steps))
-    return warmup * (floor + (1 - floor) * (1 - done))
+    warmup, left = _phases(step, total, warmup_steps, decay_steps)
+    return warmup * (floor + (1 - floor) * left)
+
+
+def cosine(
+    step: int,
+    total: int,
+    warmup_steps: int = 0,
+    floor: float = 0.0,
+    decay_steps: int | None = None,
+) -> float:
+    """Return the factor for the learning rate in a step: linear warm-up, then cosine decay.
+
+    The decay is half a cosine wave (Loshchilov and Hutter, 2017). The arguments are those of
+    `linear`.
+    """
+    warmup, left = _phases(step, total, warmup_steps, decay_steps)
+    return warmup * (floor + (1 - floor) * (1 - math.cos(math.pi * left)) / 2)
+
+
+def _phases(
+    step: int, total: int, warmup_steps: int, decay_steps: int | None
+) -> tuple[float, float]:
+    """Return how much of the warm-up is done, and how much of the decay is left, from 0 to 1."""
+    begin = max(warmup_steps, 0 if decay_steps is None else total - decay_steps)
+    done = min(1.0, max(0, step - begin) / max(1, total - begin))
+    return min(1.0, (step + 1) / max(1, warmup_steps)), 1 - done

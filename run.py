@@ -146,7 +146,7 @@ class Flags:
     epochs: int = option(1, "Passes over the training data.", COUNT)
     steps: int | None = option(
         None,
-        "Last step, even if --epochs has more. The learning rate decays until the last step.",
+        "Last step, even if --epochs has more. --schedule ends there.",
         COUNT,
     )
     optimizer: str = option(
@@ -160,7 +160,13 @@ class Flags:
         2.0, "With muon, AdamW's learning rate is --lr times this factor.", POSITIVE
     )
     momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
-    min_lr: float = option(0.0, "Learning rate at the end of the linear decay.", NOT_NEGATIVE)
+    schedule: str = option(
+        "linear",
+        "How the learning rate falls after the warm-up. constant: it stays at --lr, and falls "
+        "linearly in the last fifth of the steps.",
+        ["linear", "cosine", "constant"],
+    )
+    min_lr: float = option(0.0, "Learning rate at the end of the run.", NOT_NEGATIVE)
     warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
     weight_decay: float = option(0.1, "Weight decay, except for biases and norms.", NOT_NEGATIVE)
     clip: float = option(1.0, "Largest gradient norm; 0 means no clipping.", NOT_NEGATIVE)
@@ -350,8 +356,7 @@ def train(
         plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
     )
     steps, loss_fn = wrap_steps(batches, gpt.loss)
-    floor = flags.min_lr / flags.lr
-    lr_factor = partial(loop.linear, total=total, warmup_steps=flags.warmup, floor=floor)
+    lr_factor = make_schedule(flags, total)
     training = loop.train_(
         replica,
         optimizers,
@@ -631,6 +636,17 @@ def make_optimizers(
         for name, parameters in groups.items()
     ]
     return [torch.optim.AdamW(settings, lr, (0.9, 0.95), fused=True), *muon]
+
+
+def make_schedule(flags: Flags, total: int) -> Callable[[int], float]:
+    """Return the function that gives the factor for --lr in a step. total: steps of the run."""
+    return partial(
+        loop.cosine if flags.schedule == "cosine" else loop.linear,
+        total=total,
+        warmup_steps=flags.warmup,
+        floor=flags.min_lr / flags.lr,
+        decay_steps=math.ceil(total / 5) if flags.schedule == "constant" else None,
+    )
 
 
 def start_save_thread() -> ThreadPoolExecutor:

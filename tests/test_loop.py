@@ -370,6 +370,38 @@ def test_a_step_without_micro_batches_is_an_error():
     assert "a step has no micro-batch on this rank" in caught(mlp(), [([], 4)])
 
 
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1], reduction="none"),
+        lambda model, batch: ((model(batch[0]) - batch[1]) ** 2, len(batch[0])),
+        loop.from_mean(lambda model, batch: F.mse_loss(model(batch[0]), batch[1])),
+    ],
+    ids=["losses", "losses and count", "mean"],
+)
+def test_a_loss_function_may_return_losses_or_be_made_from_a_mean(loss_fn):
+    """Micro-batches of different sizes, so a mean of means would be another number."""
+    batches, found = [(X[:3], Y[:3]), (X[3:4], Y[3:4])], []
+    for function in (squares, loss_fn):
+        model = mlp()
+        [report] = train(model, loop.group_batches(batches, 2), function, adamw(model))
+        found.append((float(report.loss), loop.evaluate(model, batches, function), weights(model)))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
+def test_a_loss_that_may_be_a_mean_is_refused_and_a_count_of_hits_is_not():
+    with pytest.raises(ValueError, match="a single number: return the losses of all rows"):
+        train(mlp(), [ROW], lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
+    batches = [(torch.arange(4.0), torch.tensor([0.0, 1, 0, 0])), (torch.ones(1), torch.ones(1))]
+    right = loop.evaluate(nn.Identity(), batches, lambda model, batch: model(batch[0]) == batch[1])
+    assert right == 3 / 5
+
+
+def test_rows_are_counted_in_the_first_tensor():
+    for batch in (X, [X, Y[:1]], {"x": (X, 1)}, UserDict(x=X)):
+        assert loop.count_rows(batch) == 64
+
+
 @pytest.mark.parametrize("clip", [0, -1.0, math.nan])
 def test_a_clip_that_would_delete_or_reverse_the_gradient_is_refused(clip):
     assert caught(mlp(), [ROW], clip=clip).startswith(f"clip is {clip}; must be above 0")
@@ -413,10 +445,32 @@ def test_clipping_uses_one_norm_for_all_optimizers():
         ),
         (partial(loop.linear, total=10, warmup_steps=10), {0: 0.1, 9: 1, 10: 1, 11: 0}),
         (partial(loop.linear, total=10**9, warmup_steps=4), {0: 0.25, 1: 0.5, 3: 1, 4: 1}),
+        (
+            partial(loop.linear, total=100, warmup_steps=10, floor=0.2, decay_steps=20),
+            {0: 0.1, 9: 1, 80: 1, 90: 0.6, 100: 0.2},
+        ),
+        (
+            partial(loop.linear, total=100, warmup_steps=50, decay_steps=90),
+            {0: 0.02, 49: 1, 50: 1, 75: 0.5},
+        ),
+        (
+            partial(loop.cosine, total=110, warmup_steps=10, floor=0.2),
+            {0: 0.1, 10: 1, 35: 0.6 + 0.4 * math.sqrt(0.5), 60: 0.6, 110: 0.2, 200: 0.2},
+        ),
+        (partial(loop.cosine, total=100, decay_steps=40), {0: 1, 60: 1, 80: 0.5, 100: 0}),
     ],
 )
 def test_schedules_have_the_values_of_their_formulas(factor, expected):
     assert {step: factor(step) for step in expected} == pytest.approx(expected, rel=1e-15)
+
+
+def test_cosine_is_that_of_torch():
+    optimizer = sgd(mlp())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=0.1)
+    for step in range(30):
+        assert scheduler.get_last_lr()[0] == pytest.approx(loop.cosine(step, 30, floor=0.1))
+        optimizer.step()
+        scheduler.step()
 
 
 def test_lr_at_scales_the_initial_rate_of_each_group_also_after_a_resume():

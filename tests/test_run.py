@@ -524,6 +524,21 @@ def test_metrics_and_printed_lines_have_the_documented_values(fifty, text):
     assert program.format_record(very_long, 10**17, 1e17).startswith("step 1/1")
 
 
+def test_cosine_and_constant_schedules_decay_to_min_lr_and_constant_does_so_in_the_last_fifth(
+    text, tmp_path
+):
+    flags = [*TINY, "--data", text, "--steps", 20, "--warmup", 0, "--lr", 0.004, "--min-lr", 0.001]
+    rates = {}
+    for name in ("cosine", "constant"):
+        ran = run(*flags, "--out", tmp_path / name, "--schedule", name, "--log-every", 1)
+        assert ran.code == 0, ran
+        rates[name] = [line["lr"] for line in metrics(tmp_path / name) if "lr" in line]
+    wave = [0.001 + 0.003 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(20)]
+    assert rates["cosine"] == pytest.approx(wave, rel=1e-9)
+    line = [0.004] * 16 + [0.004, 0.00325, 0.0025, 0.00175]
+    assert rates["constant"] == pytest.approx(line, rel=1e-9)
+
+
 def test_files_are_made_with_the_umask_of_the_user(text, tmp_path):
     before = os.umask(0o077)
     run(*TINY, "--data", text, "--steps", 1, "--out", tmp_path / "out")
