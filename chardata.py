@@ -263,6 +263,14 @@ def decode(ids: Iterable[int], kind: str, chars: str) -> Iterator[str]:
     return (chars[i] if kind == "char" else f"{i} " for i in ids)
 
 
+def num_bytes(ids: np.ndarray, kind: str, chars: str) -> int:
+    """Return the length of the text of token ids in UTF-8, in bytes. 0 for kind "ids": unknown."""
+    if kind == "char":
+        lengths = np.array([len(char.encode()) for char in chars], np.uint8)
+        return int(lengths[ids].sum(dtype=np.int64))
+    return len(ids) if kind == "byte" else 0
+
+
 # ----------------------------------------------------------------------------------------- windows
 
 

@@ -990,9 +990,7 @@ def sample(
     with join_group(device) as world:
         model, state = load_model(out, world)
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
-        codec = chardata
-        if kind == "tokenizer":
-            codec = ddp_setup.wait_together(lambda: extra("tokenizer"), world)
+        codec = ddp_setup.wait_together(partial(find_codec, kind), world)
         if prompt is None:  # chars[0] is nearly always a new line.
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
 
@@ -1011,6 +1009,11 @@ def sample(
         print_texts(
             ids, generated, num_samples, lambda tokens: codec.decode(tokens, kind, chars), stop
         )
+
+
+def find_codec(kind: str) -> ModuleType:
+    """Return the module that encodes and decodes text of this kind of tokens."""
+    return extra("tokenizer") if kind == "tokenizer" else chardata
 
 
 def print_texts(
@@ -1081,12 +1084,23 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         loss = validate(model, plan, world, getattr(torch, flags.dtype))
         assert loss is not None  # None only after a stop
         ddp_setup.wait_together(partial(chardata.verify_unchanged, corpus), world)
+        size = ddp_setup.from_rank_zero(
+            lambda: target_bytes(plan.tokens, state["vocabulary"]), world
+        )
     if world.rank == 0:
-        perplexity = math.inf if loss > 709 else math.exp(loss)
+        perplexity, bits = math.inf if loss > 709 else math.exp(loss), loss / math.log(2)
+        per_byte = f"{bits * targets / size:.4f} bits per byte, " if size else ""
         click.echo(  # not say(), because the command must fail if it cannot write
-            f"loss {loss:.4f} nats per token, {loss / math.log(2):.4f} bits per token, "
+            f"loss {loss:.4f} nats per token, {bits:.4f} bits per token, {per_byte}"
             f"perplexity {perplexity:.4f}, over {targets:,} tokens, in {flags.dtype}"
         )
+
+
+def target_bytes(tokens: chardata.Tokens, vocabulary: Values) -> int:
+    """Return the number of bytes of the text of all tokens but the first, or 0 for bare ids."""
+    kind, chars = vocabulary["kind"], vocabulary["chars"]
+    sizes = [find_codec(kind).num_bytes(a, kind, chars) for a in (tokens[0][:1], *tokens)]
+    return sum(sizes[1:]) - sizes[0]
 
 
 # ------------------------------------------------------------------------------------ command line

@@ -232,3 +232,8 @@ def decode(ids: Iterable[int], kind: str, tokenizer_json: str) -> Iterator[str]:
             # not a part of `held`, because ByteFallback decodes neighbouring bytes together
             before, held = held, []
     yield text()
+
+
+def num_bytes(ids: np.ndarray, kind: str, tokenizer_json: str) -> int:
+    """Return the length of the text of token ids in UTF-8, in bytes."""
+    return len(load(tokenizer_json).decode(ids.tolist(), skip_special_tokens=False).encode())

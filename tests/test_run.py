@@ -446,6 +446,21 @@ def test_bytes_can_be_trained_on_sampled_and_evaluated(tmp_path):
     text.write_text("東京, café. " * 150)  # other data than that of the training
     ran = run("eval", "--out", out, "--data", text)
     assert ran.code == 0 and f"over {len(text.read_bytes()) - 1:,} tokens" in ran.out
+    bits = re.search(r"(\S+) bits per token, (\S+) bits per byte", ran.out)
+    assert bits and bits[1] == bits[2], ran
+
+
+def test_bits_per_byte_compare_tokenizers(tmp_path):
+    """The characters have 3, 3, 1, 1, 1, 1, 1, 2 and 1 bytes. The first of all is not predicted."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("東京, café." * 150)
+    assert run(*TINY, "--data", text, "--out", out, "--steps", 5).code == 0
+    ran = run("eval", "--out", out, "--data", text)
+    numbers = re.search(r"(\S+) nats per token, \S+ bits per token, (\S+) bits per byte", ran.out)
+    tokens, size = len(text.read_text()) - 1, len(text.read_bytes()) - 3
+    assert numbers, ran
+    expected = float(numbers[1]) / math.log(2) * tokens / size
+    assert float(numbers[2]) == pytest.approx(expected, abs=2e-4)
 
 
 def test_token_ids_can_be_trained_on_sampled_and_evaluated(tmp_path):
@@ -454,7 +469,7 @@ def test_token_ids_can_be_trained_on_sampled_and_evaluated(tmp_path):
     assert run(*TINY, "--data", ids, "--out", out, "--steps", 60, "--vocab", 77).code == 0
     ran = run("eval", "--out", out)
     assert ran.code == 0 and f"loss {evaluations(out)[60]:.4f} " in ran.out, ran
-    assert "over 299 tokens" in ran.out
+    assert "over 299 tokens" in ran.out and "per byte" not in ran.out
     greedy = ["sample", "--out", out, "--max-new-tokens", 4, "--temperature", 0]
     assert run(*greedy, "--prompt", "1 2 3 ").out == "1 2 3 4 5 6 0 \n"
     assert run(*greedy).out == "0 1 2 3 4 \n"  # without a prompt
@@ -711,8 +726,9 @@ def test_a_sample_depends_only_on_its_seed_and_the_loss_is_that_of_the_training(
     texts = [run(*ask, *more).out for more in choices]
     assert texts[0] == texts[1] and len({*texts}) == 4
     ran, last = run("eval", "--out", undisturbed(1)), evaluations(undisturbed(1))[100]
+    bits = f"{last / math.log(2):.4f}"  # The text is ASCII, with one byte per token.
     assert ran.out == (  # 538: all but the first of 539
-        f"loss {last:.4f} nats per token, {last / math.log(2):.4f} bits per token, "
+        f"loss {last:.4f} nats per token, {bits} bits per token, {bits} bits per byte, "
         f"perplexity {math.exp(last):.4f}, over 538 tokens, in float32\n"
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -216,7 +217,13 @@ def test_a_run_with_a_tokenizer_continues_without_the_file(made, cache, tmp_path
     ran = run("sample", "--out", out, "--prompt", "The héllo 😀", *greedy)
     assert ran.code == 0 and ran.out.startswith("The héllo 😀"), ran
     ran = run("eval", "--out", out, "--data", text)
-    assert f"over {len(ids(text.read_text())) - 1:,} tokens" in ran.out, ran
+    count = len(ids(text.read_text())) - 1
+    assert f"over {count:,} tokens" in ran.out, ran
+    per_token, per_byte = re.findall(r"([\d.]+) bits per", ran.out)
+    size = len(text.read_bytes()) - len(
+        "".join(tokenizer.decode(ids(text.read_text())[:1], "", GPT2))
+    )
+    assert float(per_byte) == pytest.approx(float(per_token) * count / size, rel=1e-3)
 
 
 def test_an_exported_model_has_the_tokenizer_and_training_starts_from_it(made, tmp_path):
