@@ -476,32 +476,19 @@ def linear(
 
     step: from 0 to total - 1. The factor at total - 1 is one step of the decay above `floor`.
     decay_steps: the decay takes this number of steps at the end, and before it the factor is 1.
-        None, or more than there are: it begins after the warm-up.
+        None: it takes all steps after the warm-up.
     """
-    warmup, left = _phases(step, total, warmup_steps, decay_steps)
-    return warmup * (floor + (1 - floor) * left)
-
-
-def cosine(
-    step: int,
-    total: int,
-    warmup_steps: int = 0,
-    floor: float = 0.0,
-    decay_steps: int | None = None,
-) -> float:
-    """Return the factor for the learning rate in a step: linear warm-up, then cosine decay.
-
-    The decay is half a cosine wave (Loshchilov and Hutter, 2017). The arguments are those of
-    `linear`.
-    """
-    warmup, left = _phases(step, total, warmup_steps, decay_steps)
-    return warmup * (floor + (1 - floor) * (1 - math.cos(math.pi * left)) / 2)
-
-
-def _phases(
-    step: int, total: int, warmup_steps: int, decay_steps: int | None
-) -> tuple[float, float]:
-    """Return how much of the warm-up is done, and how much of the decay is left, from 0 to 1."""
+    warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     begin = max(warmup_steps, 0 if decay_steps is None else total - decay_steps)
     done = min(1.0, max(0, step - begin) / max(1, total - begin))
-    return min(1.0, (step + 1) / max(1, warmup_steps)), 1 - done
+    return warmup * (floor + (1 - floor) * (1 - done))
+
+
+def cosine(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
+    """Return the factor for the learning rate in a step: linear warm-up, then cosine decay.
+
+    The decay is half a cosine wave (Loshchilov and Hutter, 2017). For the arguments see linear.
+    """
+    warmup = min(1.0, (step + 1) / max(1, warmup_steps))
+    left = linear(step - warmup_steps, total - warmup_steps)
+    return warmup * (floor + (1 - floor) * (1 - math.cos(math.pi * left)) / 2)

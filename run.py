@@ -640,12 +640,13 @@ def make_optimizers(
 
 def make_schedule(flags: Flags, total: int) -> Callable[[int], float]:
     """Return the function that gives the factor for --lr in a step. total: steps of the run."""
+    decay_steps = math.ceil(total / 5) if flags.schedule == "constant" else None
+    linear = partial(loop.linear, decay_steps=decay_steps)
     return partial(
-        loop.cosine if flags.schedule == "cosine" else loop.linear,
+        loop.cosine if flags.schedule == "cosine" else linear,
         total=total,
         warmup_steps=flags.warmup,
         floor=flags.min_lr / flags.lr,
-        decay_steps=math.ceil(total / 5) if flags.schedule == "constant" else None,
     )
 
 

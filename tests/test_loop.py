@@ -457,7 +457,7 @@ def test_clipping_uses_one_norm_for_all_optimizers():
             partial(loop.cosine, total=110, warmup_steps=10, floor=0.2),
             {0: 0.1, 10: 1, 35: 0.6 + 0.4 * math.sqrt(0.5), 60: 0.6, 110: 0.2, 200: 0.2},
         ),
-        (partial(loop.cosine, total=100, decay_steps=40), {0: 1, 60: 1, 80: 0.5, 100: 0}),
+        (partial(loop.cosine, total=5, warmup_steps=10), {0: 0.1, 4: 0.5, 9: 1, 11: 0}),
     ],
 )
 def test_schedules_have_the_values_of_their_formulas(factor, expected):
