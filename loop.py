@@ -490,5 +490,5 @@ def cosine(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> 
     The decay is half a cosine wave (Loshchilov and Hutter, 2017). For the arguments see linear.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
-    left = linear(step - warmup_steps, total - warmup_steps)
+    left = linear(max(0, step - warmup_steps), total - warmup_steps)
     return warmup * (floor + (1 - floor) * (1 - math.cos(math.pi * left)) / 2)

@@ -1101,7 +1101,7 @@ def target_bytes(tokens: chardata.Tokens, vocabulary: Values) -> int:
     """Return the number of bytes of the text of all tokens but the first, or 0 for bare ids."""
     kind, chars = vocabulary["kind"], vocabulary["chars"]
     sizes = [find_codec(kind).num_bytes(a, kind, chars) for a in (tokens[0][:1], *tokens)]
-    return sum(sizes[1:]) - sizes[0]
+    return int(sum(sizes[1:]) - sizes[0])
 
 
 # ------------------------------------------------------------------------------------ command line
