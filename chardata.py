@@ -303,6 +303,7 @@ def num_windows(n: int, block_size: int) -> int:
 
     The - 1 leaves room for the offset of each epoch. Raises ValueError if n <= block_size.
     """
+    _check(block_size=block_size)
     if n <= block_size:
         raise ValueError(f"{n} tokens are too few: block size {block_size} needs {block_size + 1}")
     return max(1, n // block_size - 1)
@@ -310,6 +311,7 @@ def num_windows(n: int, block_size: int) -> int:
 
 def steps_per_epoch(plan: BatchPlan) -> int:
     """Return the number of steps in an epoch."""
+    _check(batch_size=plan.batch_size)
     return math.ceil(num_windows(num_tokens(plan.tokens), plan.block_size) / plan.batch_size)
 
 
@@ -340,10 +342,11 @@ def steps(
     A rank without a window gets the count 0 and a substitute micro-batch. It must run forward and
     backward on that, with the weight 0, because the other ranks wait for it.
 
-    Raises ValueError if the data has no more than T tokens, or if this rank reads an id that is not
-    below plan.vocab. Several steps are read at once, so the id can belong to a later step. Other
-    ranks do not notice such an id, and the caller must end them.
+    Raises ValueError if an argument is out of its range, if the data has no more than T tokens, or
+    if this rank reads an id that is not below plan.vocab. Several steps are read at once, so the id
+    can belong to a later step. Other ranks do not notice such an id, and the caller must end them.
     """
+    _check(rank, world_size, accum=accum)
     tokens, block_size, batch_size, seed, vocab = plan
     n = num_tokens(tokens)
     epoch_windows = num_windows(n, block_size)
@@ -379,12 +382,13 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
 
     Over all ranks, each token but the first is a target exactly once. Each batch is (x, y) as in
     steps(), but the last batch of the pass can be one shorter window. B is at most plan.batch_size
-    on each rank, not in total. A wrong id raises ValueError as in steps().
+    on each rank, not in total. Raises ValueError as steps() does, but short data is no error.
 
     Ranks can have different numbers of batches, and some can have none. So a collective for each
     batch can hang.
     """
     tokens, block_size, batch_size, _, vocab = plan
+    _check(rank, world_size, block_size=block_size, batch_size=batch_size)
     targets = max(0, num_tokens(tokens) - 1)
     windows = targets // block_size
     # ceil gives the last rank the fewest whole windows, because it also takes the targets after
@@ -429,17 +433,39 @@ def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------- shuffle
 
 
-def rank_indices(n: int, rank: int, world_size: int, epoch: int, seed: int) -> np.ndarray:
+def rank_indices(
+    n: int, rank: int, world_size: int, epoch: int, seed: int, pad: bool = False
+) -> np.ndarray:
     """Return this rank's part of a random permutation of range(n), (k,) int64.
 
-    Use it for data other than Tokens, such as the rows of a torch Dataset. Over all ranks, each
-    index occurs exactly once. k differs by at most one between ranks. The array can be the sampler
-    of a DataLoader. Make a new DataLoader for each epoch. Raises ValueError if n < 1 or if rank is
-    not one of world_size ranks.
+    Use it for data other than Tokens, such as the rows of a torch Dataset. The array can be the
+    sampler of a DataLoader. Make a new DataLoader for each epoch. Raises ValueError if n < 1 or if
+    rank is not one of world_size ranks.
+
+    pad: without it, each index occurs exactly once over all ranks, and k differs by at most one
+        between ranks. So ranks can have different numbers of batches: a plain loop over a
+        DataLoader, with DistributedDataParallel, then hangs or aborts at the end of the epoch.
+        group_batches of loop.py handles this. With pad=True, k is the same on all ranks, because
+        the first indices of the permutation are repeated, as in torch's DistributedSampler. Do not
+        pad an evaluation: its result would count these rows twice.
+
+    After torch.manual_seed with the same seed, the workers of a DataLoader have the same random
+    numbers (of torch, numpy and random) on all ranks, and so the same augmentations. Other numbers
+    for each rank and epoch: DataLoader(..., generator=torch.Generator().manual_seed(epoch *
+    world_size + rank)). This has no effect with num_workers=0.
     """
-    if n < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"n is {n}, rank is {rank}, world_size is {world_size}: they do not fit")
-    return permute(np.arange(rank, n, world_size), n, _key(seed, epoch, "order"))
+    _check(rank, world_size, n=n)
+    stop = math.ceil(n / world_size) * world_size if pad else n
+    return permute(np.arange(rank, stop, world_size) % n, n, _key(seed, epoch, "order"))
+
+
+def _check(rank: int = 0, world_size: int = 1, **sizes: int) -> None:
+    """Raise ValueError if the rank is not one of the ranks, or if a size is below 1."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not one of {world_size} ranks, which count from 0")
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; must be at least 1")
 
 
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:

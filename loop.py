@@ -27,6 +27,7 @@ ranks end, or until the timeout of the process group.
 import copy
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Report:
 
 
 class Diverged(FloatingPointError):
-    """Too many steps in a row had a loss or gradient that was not finite."""
+    """Too many steps in a row had a loss or gradient that was not finite, or a NaN stays."""
 
 
 def train_(
@@ -99,7 +100,8 @@ def train_(
         "initial_lr". A missing "initial_lr" is set to "lr". With None, the caller sets "lr". To
         resume a torch scheduler, see extras/tutorial/scheduler.diff.
     clip: maximum for the L2 norm of the mean gradient of all optimizers' parameters.
-    dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`.
+    dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`. Keep the
+        weights in float32: there is a warning if those of an optimizer are bfloat16 or float16.
     scaler: the caller saves and restores its state.
     seed: in each step, torch's random generators are seeded from (seed, step, rank), so dropout is
         the same in a resumed run.
@@ -107,14 +109,16 @@ def train_(
         loop must then break, because train_ goes on.
     patience: train_ raises Diverged after this number (at least 1) of bad steps in a row. In a bad
         step, the loss or the gradient norm is not finite. A bad step changes no weight and no
-        optimizer state. But BatchNorm statistics can become NaN.
+        optimizer state. But BatchNorm statistics can become NaN, and stay so. If the loss was not
+        finite, and a buffer that a checkpoint has contains NaN, train_ raises Diverged at once.
     sync_each: if true, each backward pass synchronises gradients, not only the last one of a step.
         FSDP2 needs this, and so does DDP with static_graph=True if a step has several
         micro-batches. All ranks then need the same number of micro-batches in a step: see pad_steps
         in extras/fsdp.py.
 
-    ValueError before an update: the model is not wrapped (not checked if sync_each is true), clip
-    is not above 0, or a step has no micro-batch.
+    ValueError before an update: the model is not wrapped (not checked if sync_each is true) or has
+    no parameters, clip is not above 0, dtype is float16 without an enabled scaler, an optimizer is
+    LBFGS, or a step has no micro-batch.
     ValueError after a wrong update (discard the model):
     - The declared count is not what loss_fn counted. Ranks that declare 0 do not check this.
     - The gradient norm was not the same on all ranks, because loss_fn does not use the model that
@@ -125,7 +129,10 @@ def train_(
     `steps` ends, so a loop that breaks does not get it. On CUDA, use fused optimizers that have a
     state: with others, such as SGD without momentum, the host waits for the device in each step.
     """
-    device = next(model.parameters()).device
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise ValueError("the model has no parameters, so nothing can be trained")
+    device = parameter.device
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     replica = _find_ddp(model)
     no_sync = nullcontext if sync_each or world_size == 1 else getattr(model, "no_sync", None)
@@ -137,6 +144,20 @@ def train_(
     if not clip > 0:
         raise ValueError(f"clip is {clip}; must be above 0, and math.inf for no clipping")
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
+    if dtype == torch.float16 and not scaler.is_enabled():
+        raise ValueError(
+            "dtype float16 needs an enabled GradScaler as scaler, because small gradients would "
+            "become 0; bfloat16 needs none"
+        )
+    if torch.optim.LBFGS in map(type, optimizers):
+        raise ValueError("LBFGS cannot be used, because its step() needs a closure")
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    for low in dtypes & {torch.bfloat16, torch.float16}:
+        warnings.warn(
+            f"weights are {low}: updates smaller than about {torch.finfo(low).eps / 2:.2%} of a "
+            "weight are rounded away; keep float32 weights, and pass dtype=torch.bfloat16",
+            stacklevel=2,
+        )
     skipped = in_a_row = previous_norm = torch.zeros((), device=device)
     # A queue: on CUDA, the first check does nothing, so each step calls that of the step before.
     checks: list[Callable[[], bool]] = [lambda: False] if _reads_late(device) else []
@@ -188,8 +209,8 @@ def train_(
         previous_norm = norm.nan_to_num(0.0, 0.0)
         skipped = skipped + ~finite
         in_a_row = (in_a_row + 1) * ~finite
-        read = to_host(torch.stack([*sums[1:3], in_a_row, differ]))
-        checks.append(partial(_read_flags, read, step + 1, declared, patience))
+        read = to_host(torch.stack([*sums[:3], in_a_row, differ]))
+        checks.append(partial(_read_flags, read, step + 1, declared, patience, model))
         # The check returns whether to stop, or raises an error.
         yield step + 1, Report(loss, norm, sums[1], skipped, checks.pop(0)())
     for check in checks:
@@ -227,9 +248,9 @@ def from_mean(
     return lambda model, batch: (mean_fn(model, batch) * count(batch), count(batch))
 
 
-def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool:
+def _read_flags(read: Reader, step: int, declared: float, patience: int, model: nn.Module) -> bool:
     """Return whether a rank asked to stop, or raise the errors of train_."""
-    counted, stopping, bad, differ = read()
+    loss_sum, counted, stopping, bad, differ = read()
     if differ:
         raise ValueError(
             f"step {step - 1}: the ranks had different gradients; loss_fn must use the model that "
@@ -242,6 +263,12 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
             f"step {step}: the declared count is {declared:.12g}, "
             f"but loss_fn counted {counted:.12g}"
         )
+    # All ranks have the same loss, so they can communicate here.
+    if not math.isfinite(loss_sum) and (names := sum(_gather(_find_nan(model)), [])):
+        raise Diverged(
+            f"step {step}: the loss is not finite, and the buffer {names[0]} contains NaN for "
+            "ever; the last checkpoint before this step is good"
+        )
     if bad >= patience:
         advice = (
             "try a lower learning rate, or with a GradScaler a lower init_scale"
@@ -252,6 +279,17 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int) -> bool
             f"loss or gradient not finite {patience} times in a row, up to step {step}; {advice}"
         )
     return stopping > 0
+
+
+def _find_nan(model: nn.Module) -> list[str]:
+    """Return the names of this rank's buffers that contain NaN, stay so, and are saved."""
+    replica = _find_ddp(model)
+    # DDP replaces these buffers before the next forward pass.
+    if getattr(replica, "broadcast_buffers", False) and dist.get_rank():
+        return []
+    model = getattr(replica, "module", model)
+    saved = model.state_dict()
+    return [name for name, b in model.named_buffers() if name in saved and b.isnan().any()]
 
 
 def _reads_late(device: torch.device) -> bool:
@@ -323,14 +361,25 @@ def evaluate(
     evaluate runs the model in evaluation mode, without gradients, and restores the earlier modes.
     With DDP, loss_fn gets the module inside DDP. (A DDP inside another module can hang here: for
     example, give AveragedModel the module inside DDP.) First, all ranks get the buffers of rank 0,
-    such as BatchNorm statistics.
+    such as BatchNorm statistics, except those that DDP does not send: all of them if its
+    broadcast_buffers or forward_sync_buffers is False. ValueError on all ranks if names, shapes or
+    dtypes of these buffers differ between ranks.
     """
-    if replica := _find_ddp(model):
-        # DDP's forward pass may send buffers, and would hang if ranks have different numbers of
-        # batches.
-        model = replica.module
-    if dist.is_initialized():
-        for buffer in model.buffers():
+    replica = _find_ddp(model)
+    # DDP's forward pass may send buffers, and would hang if ranks have different numbers of
+    # batches.
+    model = getattr(replica, "module", model)
+    # Since torch 2.13, this setting of DDP has a second name.
+    if dist.is_initialized() and getattr(replica, "broadcast_buffers", True):
+        ignored = getattr(replica, "parameters_to_ignore", ())
+        buffers = {name: b for name, b in model.named_buffers() if name not in ignored}
+        every = _gather({f"{name} {tuple(b.shape)} {b.dtype}" for name, b in buffers.items()})
+        if differing := sorted(set.union(*every) - set.intersection(*every)):
+            raise ValueError(
+                f"ranks have different buffers: {', '.join(differing[:2])}; keep the data of one "
+                "rank in an attribute that is no buffer, or set broadcast_buffers=False of DDP"
+            )
+        for buffer in buffers.values():
             contiguous = buffer.contiguous()  # broadcast ignores strides
             dist.broadcast(contiguous, 0)
             buffer.copy_(contiguous)
@@ -357,6 +406,15 @@ def evaluate(
     _sum_over_ranks_(sums)()
     loss_sum, count, stopped = sums.cpu()
     return None if stopped else float(loss_sum / count)
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    every = [value]
+    if dist.is_initialized():
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, value)
+    return every
 
 
 def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:

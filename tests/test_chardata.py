@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import random
 import re
 import resource
 import subprocess
@@ -102,22 +103,72 @@ def test_the_indices_of_all_ranks_are_a_partition(n, world_size):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_rank_indices_refuse_a_rank_that_does_not_exist_and_no_rows():
-    for n, rank, world_size in [(10, 2, 2), (10, -1, 2), (0, 0, 1)]:
-        with pytest.raises(
-            ValueError, match=f"n is {n}, rank is {rank}, world_size is {world_size}"
-        ):
-            chardata.rank_indices(n, rank, world_size, 0, 0)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 101])
+def test_with_padding_all_ranks_have_equally_many_indices_and_repeat_the_first_ones(n, world_size):
+    """Otherwise a plain loop over a DataLoader aborts when the first rank has no batch left."""
+    parts = [
+        chardata.rank_indices(n, r, world_size, epoch=2, seed=5, pad=True)
+        for r in range(world_size)
+    ]
+    together = np.stack(parts, 1).ravel()  # np.stack refuses parts of different lengths
+    assert len(together) < n + world_size
+    order = chardata.rank_indices(n, 0, 1, epoch=2, seed=5)
+    assert np.array_equal(together, np.resize(order, len(together)))
 
 
-def test_rank_indices_are_a_sampler_for_a_data_loader_and_differ_between_epochs():
-    a, next_epoch, other_seed = (
-        chardata.rank_indices(50, 1, 3, *which).tolist() for which in [(0, 0), (1, 0), (0, 1)]
-    )
-    assert next_epoch != a != other_seed
-    sampler = chardata.rank_indices(50, 1, 3, 0, 0)
-    loader = torch.utils.data.DataLoader(range(50), batch_size=4, sampler=sampler)
-    assert torch.cat(list(loader)).tolist() == a
+PLAN = BatchPlan(ramp(100), 4, 2)
+WRONG_ARGUMENTS = {
+    "rank 2 is not one of 2 ranks, which count from 0": {"rank": 2, "world_size": 2},
+    "rank -1 is not one of 2 ranks": {"rank": -1, "world_size": 2},
+    "rank 0 is not one of 0 ranks": {"world_size": 0},
+    "batch_size is 0; must be at least 1": {"plan": PLAN._replace(batch_size=0)},
+    "block_size is 0; must be at least 1": {"plan": PLAN._replace(block_size=0)},
+    "accum is 0; must be at least 1": {"accum": 0},
+    "n is 0; must be at least 1": {"n": 0},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ARGUMENTS)
+def test_arguments_that_select_no_data_or_that_of_another_rank_are_refused(message):
+    """Otherwise rank 2 of 2 would train on the windows of the next step, without an error."""
+    how = WRONG_ARGUMENTS[message]
+    plan, rank = {"plan": PLAN}, {"rank": 0, "world_size": 1}
+    calls = [
+        (chardata.steps, plan | rank | {"accum": 1}),
+        (chardata.every_window, plan | rank),
+        (chardata.steps_per_epoch, plan),
+        (chardata.rank_indices, rank | {"n": 9, "epoch": 0, "seed": 0}),
+    ]
+    calls = [(function, right) for function, right in calls if how.keys() <= right.keys()]
+    assert calls
+    for function, right in calls:
+        with pytest.raises(ValueError, match=message):
+            next(function(**right | how))
+
+
+class RandomNumbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()), np.random.rand(), random.random()])
+
+
+@pytest.mark.parametrize("with_generator", [False, True])
+def test_workers_of_all_ranks_draw_the_same_numbers_unless_they_get_the_documented_generator(
+    with_generator,
+):
+    """rank_indices documents both. Otherwise all ranks augment their rows alike."""
+    drawn = []
+    for rank, epoch in [(0, 0), (1, 0), (0, 1), (0, 0)]:
+        torch.manual_seed(5)
+        seeded = torch.Generator().manual_seed(epoch * 2 + rank) if with_generator else None
+        loader = torch.utils.data.DataLoader(RandomNumbers(), num_workers=2, generator=seeded)
+        drawn.append(torch.cat([*loader]))
+    first, other_rank, other_epoch, again = drawn
+    assert torch.equal(first, again)
+    assert (first == other_rank).any() == (first == other_epoch).any() == (not with_generator)
 
 
 # ------------------------------------------------------------------------------------------ steps

@@ -4,6 +4,7 @@
 """
 
 import math
+import warnings
 from collections import UserDict
 from datetime import timedelta
 from functools import partial
@@ -207,6 +208,65 @@ def evaluation(world, store):
     return means, whole.tolist()
 
 
+class Scaled(nn.Module):
+    """Multiplies by two buffers, which differ between ranks. In training, they keep its last result."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("sent", torch.tensor([rank + 1.0]))
+        self.register_buffer("own", torch.tensor([10.0**rank]))
+
+    def forward(self, x):
+        out = x * self.weight * self.sent * self.own
+        if self.training:
+            self.sent.copy_(out.detach().sum())
+        return out
+
+
+def buffers(world):
+    """Return results or errors of evaluations with buffers that differ between the ranks."""
+    settings = [{}, {"broadcast_buffers": False}, {"ignore": ["own"]}]
+    if hasattr(nn.parallel.DistributedDataParallel, "broadcast_buffers"):  # since torch 2.13
+        settings[1] = {"forward_sync_buffers": False}
+    found = []
+    for how in [*settings, {"bare": True}]:
+        model = Scaled(world.rank)
+        model._ddp_params_and_buffers_to_ignore = how.pop("ignore", [])
+        replica = model if how.pop("bare", False) else ddp_setup.replicate(model, world, **how)
+        model.sent.fill_(world.rank + 1)
+        model.own.fill_(10.0**world.rank)
+        found.append(loop.evaluate(replica, [torch.ones(1)], first))
+    for name, other in [
+        ("sent", torch.ones(2)),
+        ("sent", torch.ones(1, dtype=int)),
+        ("more", torch.ones(1)),
+    ]:
+        if world.rank == world.size - 1 > 0:
+            model.register_buffer(name, other)
+        try:
+            found.append(loop.evaluate(model, [torch.ones(1)], first))
+        except ValueError as error:
+            found.append(str(error))
+        if world.rank == world.size - 1 > 0:
+            model.register_buffer(name, None)
+            model.register_buffer("sent", torch.ones(1))
+    return found
+
+
+def nan_buffers(world):
+    """Return the errors of a batch with NaN on one rank, if its buffers are sent by rank 0, and if not."""
+    errors = []
+    for broken in (0, world.size - 1):
+        for settings in ({}, {"broadcast_buffers": False}):
+            model = nn.Sequential(nn.BatchNorm1d(5), mlp()).double()
+            factor = math.nan if world.rank == broken else 1
+            steps = [([(X[:4] * f, Y[:4])], 4 * world.size) for f in (1, factor, 1)]
+            replica = ddp_setup.replicate(model, world, **settings)
+            errors.append(caught(replica, steps, start=6))
+    return errors
+
+
 def stopped_evaluation(world):
     """The last rank asks to stop at its second of 4 batches. Return (result, batches computed, mode)."""
     model, computed = ddp_setup.replicate(mlp(), world), []
@@ -233,7 +293,7 @@ def caught(model, steps, *args, **settings):
     """Train and return the error."""
     try:
         train(model, steps, *args, **settings)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, loop.Diverged) as error:
         return str(error)
     return ""
 
@@ -269,7 +329,8 @@ def every_job(rank, size, store):
     world = ddp_setup.World(rank, rank, size, size, CPU)
     results = {("whole_batches", accum): whole_batches(world, accum) for accum in (1, 2, 3)}
     results["evaluation"] = evaluation(world, store)
-    jobs = (synchronisations, one_nan, stopping, randomness, stopped_evaluation, grouping, mistakes)
+    jobs = [synchronisations, one_nan, stopping, randomness, stopped_evaluation, grouping, mistakes]
+    jobs += [buffers, nan_buffers]
     return results | {job.__name__: job(world) for job in jobs}
 
 
@@ -402,6 +463,13 @@ def test_rows_are_counted_in_the_first_tensor():
         assert loop.count_rows(batch) == 64
 
 
+def test_what_cannot_be_trained_is_refused_before_a_step():
+    assert caught(nn.ReLU(), [ROW], optimizer=sgd(mlp())).startswith("the model has no parameter")
+    model = mlp()
+    error = caught(model, [ROW], optimizer=torch.optim.LBFGS(model.parameters()))
+    assert error.startswith("LBFGS cannot be used, because its step() needs a closure")
+
+
 @pytest.mark.parametrize("clip", [0, -1.0, math.nan])
 def test_a_clip_that_would_delete_or_reverse_the_gradient_is_refused(clip):
     assert caught(mlp(), [ROW], clip=clip).startswith(f"clip is {clip}; must be above 0")
@@ -504,7 +572,8 @@ def test_the_model_computes_in_the_given_dtype_and_keeps_float32_weights(dtype):
         seen.append(out.dtype)
         return out.float().square().sum(), len(batch)
 
-    train(model, [([X[:2].float()], 2)], loss_fn, sgd(model, 0.01), dtype=dtype)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+    train(model, [([X[:2].float()], 2)], loss_fn, sgd(model, 0.01), dtype=dtype, scaler=scaler)
     loop.evaluate(model, [X[:2].float()], loss_fn, dtype)
     assert seen == [dtype, dtype]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -522,6 +591,22 @@ def test_an_overflow_with_a_grad_scaler_skips_the_step_and_lowers_the_scale():
     assert (int(report.skipped), scaler.get_scale(), float(report.grad_norm)) == (1, 2.0**15, 1.25)
     # The gradient is unscaled, then clipped from 1.25 to 0.5. Torch adds 1e-6 to the norm.
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[0.7, 0.6]]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)])
+def test_float16_without_an_enabled_scaler_is_refused(scaler):
+    """Small gradients would become 0, without an error."""
+    error = caught(mlp().float(), [ROW], dtype=torch.float16, scaler=scaler)
+    assert error.startswith("dtype float16 needs an enabled GradScaler as scaler")
+
+
+@pytest.mark.parametrize("dtype, share", [(torch.bfloat16, "0.39%"), (torch.float16, "0.05%")])
+def test_weights_that_round_small_updates_away_give_a_warning(dtype, share):
+    model = mlp().to(dtype)
+    with pytest.warns(UserWarning, match=f"weights are {dtype}: updates .* {share} of a weight"):
+        train(model, [([(X.to(dtype), Y.to(dtype))], 64)] * 2)
+    with warnings.catch_warnings(action="error"):  # frozen weights get no updates
+        train(model[3].float(), [([(X[:, :1].float().expand(-1, 8), Y.float())], 64)])
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
@@ -564,6 +649,32 @@ def test_five_bad_steps_in_a_row_raise_an_error_that_names_the_last(late):
 def test_patience_sets_the_number_of_bad_steps_also_at_the_end(late, step, advice):
     with pytest.raises(loop.Diverged, match=f"2 times in a row, up to step 2; {advice}"):
         train(mlp(), [step] * 2, patience=2)
+
+
+BAD_BUFFER = "step 8: the loss is not finite, and the buffer 0.running_mean contains NaN for ever; "
+
+
+@SIZES
+def test_a_nan_that_stays_in_a_buffer_is_an_error_on_all_ranks_at_its_step(ranks, size):
+    """Otherwise training continues, but no later checkpoint could be saved."""
+    for result in ranks(size):
+        of_first, of_first_kept, of_last, of_last_kept = result["nan_buffers"]
+        assert of_first.startswith(BAD_BUFFER) and of_first.endswith("before this step is good")
+        # DDP replaces the buffers of rank 1, so they do no harm.
+        assert of_last == ("" if size > 1 else of_first)
+        assert of_last_kept == of_first_kept == of_first
+
+
+def test_a_nan_in_a_buffer_is_noticed_one_step_late_on_cuda_and_only_if_a_checkpoint_has_it(late):
+    model = nn.Sequential(nn.BatchNorm1d(5), mlp()).double()
+    training = loop.train_(model, [sgd(model, 0.01)], [([(X * math.nan, Y)], 64)] * 2, squares)
+    if late:
+        next(training)
+    with pytest.raises(loop.Diverged, match="step 1: the loss is not finite, and the buffer 0"):
+        next(training)
+    model = mlp()
+    model.register_buffer("scratch", torch.tensor(math.nan), persistent=False)
+    assert caught(model, [ROW, BAD, ROW]) == ""
 
 
 def test_on_mps_sums_are_float32_and_on_cuda_flags_are_read_late():
@@ -630,6 +741,21 @@ def test_evaluation_is_exact_without_communication_between_batches(ranks, size):
         # The losses of the batches are float32.
         assert means == [pytest.approx(expected, rel=1e-6)] * 2
         assert whole == [[0 + 10 * rank, 1, 2], [3 + 10 * rank, 4, 5]]
+
+
+@SIZES
+def test_an_evaluation_takes_from_rank_0_the_buffers_that_ddp_sends(ranks, size):
+    """Without the comparison, gloo would abort the process if a buffer has another shape on a rank."""
+    sent, own = range(1, size + 1), [10.0**rank for rank in range(size)]
+    means = [1, sum(s * o for s, o in zip(sent, own)) / size, sum(own) / size, 1]
+    for result in ranks(size):
+        assert result["buffers"][:4] == pytest.approx(means)
+        if size > 1:
+            shape, dtype, missing = result["buffers"][4:]
+            found = "sent (1,) torch.float32, sent (2,) torch.float32"
+            assert shape.startswith(f"ranks have different buffers: {found}; keep the data of one")
+            assert "sent (1,) torch.float32, sent (1,) torch.int64; " in dtype
+            assert "buffers: more (1,) torch.float32; " in missing
 
 
 @SIZES
