@@ -29,6 +29,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from pydoc_data.topics import topics  # Python's help texts, for default_text
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from torch.utils.data import Sampler
 
 Tokens = Sequence[np.ndarray]  # token ids: each (n_i,), of any unsigned integer type
 Stamp = tuple[str, int, int]  # name, bytes, nanoseconds of the last change
@@ -439,8 +441,8 @@ def rank_indices(
     """Return this rank's part of a random permutation of range(n), (k,) int64.
 
     Use it for data other than Tokens, such as the rows of a torch Dataset. The array can be the
-    sampler of a DataLoader. Make a new DataLoader for each epoch. Raises ValueError if n < 1 or if
-    rank is not one of world_size ranks.
+    sampler of a DataLoader that is made for each epoch; for one that is made once, see RankSampler.
+    Raises ValueError if n < 1 or if rank is not one of world_size ranks.
 
     pad: without it, each index occurs exactly once over all ranks, and k differs by at most one
         between ranks. So ranks can have different numbers of batches: a plain loop over a
@@ -457,6 +459,32 @@ def rank_indices(
     _check(rank, world_size, n=n)
     stop = math.ceil(n / world_size) * world_size if pad else n
     return permute(np.arange(rank, stop, world_size) % n, n, _key(seed, epoch, "order"))
+
+
+class RankSampler(Sampler[int]):
+    """The rows of rank_indices, as the sampler of a DataLoader that is made once.
+
+    Call set_epoch before each epoch. The workers of the DataLoader can stay alive between epochs
+    (persistent_workers=True). In contrast to torch's DistributedSampler, it repeats no rows unless
+    `pad` is true, and a global batch has the same rows on any number of ranks. (Elsewhere,
+    DistributedSampler(data, world_size, rank) works too.)
+    """
+
+    def __init__(
+        self, n: int, rank: int, world_size: int, seed: int = 0, pad: bool = False
+    ) -> None:
+        self.indices = partial(rank_indices, n, rank, world_size, seed=seed, pad=pad)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the shuffle of an epoch."""
+        self.order = self.indices(epoch=epoch)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order.tolist())
 
 
 def _check(rank: int = 0, world_size: int = 1, **sizes: int) -> None:

@@ -129,6 +129,22 @@ WRONG_ARGUMENTS = {
 }
 
 
+def test_one_loader_with_persistent_workers_gives_the_rows_of_each_epoch():
+    """The workers start once, in the first epoch. Each rank's loader knows its own length."""
+    data = torch.utils.data.TensorDataset(torch.arange(11))
+    for rank in range(2):
+        sampler = chardata.RankSampler(11, rank, 2, seed=5)
+        loader = torch.utils.data.DataLoader(
+            data, batch_size=2, sampler=sampler, num_workers=1, persistent_workers=True
+        )
+        for epoch in (0, 3):
+            sampler.set_epoch(epoch)
+            rows = torch.cat([row for (row,) in loader]).tolist()
+            assert rows == chardata.rank_indices(11, rank, 2, epoch, seed=5).tolist()
+        assert (len(sampler), len(loader)) == (6 - rank, 3)
+        assert len(chardata.RankSampler(11, rank, 2, pad=True)) == 6
+
+
 @pytest.mark.parametrize("message", WRONG_ARGUMENTS)
 def test_arguments_that_select_no_data_or_that_of_another_rank_are_refused(message):
     """Otherwise rank 2 of 2 would train on the windows of the next step, without an error."""
