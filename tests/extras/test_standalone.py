@@ -34,6 +34,11 @@ USES = {
         one, two = torch.zeros(2), torch.tensor([0.0, -0.0])
         assert replicas.fingerprint(iter([one])) != replicas.fingerprint(iter([two]))
     """,
+    "batch_norm": """
+        import torch
+        model = batch_norm.synchronize_(torch.nn.Sequential(torch.nn.BatchNorm1d(2)), cuda=False)
+        assert model(torch.tensor([[0.0, 1], [2, 1]])).round().tolist() == [[-1, 0], [1, 0]]
+    """,
     "slow_ranks": """
         steps, loss_fn = slow_ranks.watch(range(3), max, print)
         assert [*steps] == [0, 1, 2] and loss_fn is max
