@@ -14,7 +14,7 @@
     ...
     state = snapshot(model, optimizers, note="anything")        # on every rank
     if rank == 0:
-        save("out", state, step=400, loss=1.8812, keep=3)
+        save("out", state, step=400, loss=1.8812, keep=3, held=held)
 
 Every rank must call snapshot() and restore_(). One rank alone may call the functions for files, and
 save() may run in a thread. These functions raise OSError if the file system fails.
@@ -32,24 +32,26 @@ it does not slow the training down:
     torch.get_num_threads()    # keeps the number of the training thread: it could become 1 as well
     executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
-A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The digest is the
-first 32 hex digits of the SHA-256 of the file. `torch.load(path, weights_only=True)` can read the
-file. A sharded checkpoint is a folder, and its name has no ".pt": see extras/sharded.py. For URLs
-see extras/remote.py.
+A checkpoint is one file, for example `step-00000400-loss-1.8812-<digest>.pt`. The loss has up to
+nine significant digits. The digest is the first 32 hex digits of the SHA-256 of the file.
+`torch.load(path, weights_only=True)` can read the file. A sharded checkpoint is a folder, and its
+name has no ".pt": see extras/sharded.py. For URLs see extras/remote.py.
 """
 
 import copy
+import errno
 import hashlib
 import math
 import os
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -66,7 +68,7 @@ except ImportError:  # on Windows
 
 State = dict[str, Any]
 # step, loss (optional), digest, ".pt" (not if sharded)
-NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+\.\d+))?-[0-9a-f]{32}(\.pt)?")
+NAME = re.compile(r"step-(\d{8,})(?:-loss-(-?\d+(?:\.\d+)?(?:e[-+]\d+)?))?-[0-9a-f]{32}(\.pt)?")
 TEMPORARY = ".saving-"  # prefix of incomplete files and folders
 
 
@@ -163,9 +165,12 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     ours: State = model.state_dict()
     check_same(state.get("model", {}), ours)
     names = parameter_names(model, optimizers)
-    saved = state.get("optimizers", [{}] * len(optimizers))
+    saved = state.get("optimizers", [])
     if len(saved) != len(optimizers):
-        raise ValueError(f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here")
+        raise ValueError(
+            f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} here; "
+            f"the checkpoint has the keys {', '.join(map(str, state))}"
+        )
     for optimizer, theirs in zip(optimizers, saved):
         templates = reset_optimizer_(model, optimizer)
         unused = dict(theirs.get("state", {}))
@@ -176,9 +181,15 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
                 check_same(values, template, where)
                 optimizer.state[parameter] = map_values(_receive, values, template)
         if unused:
-            raise ValueError(
-                f"the checkpoint has optimizer state of {min(unused)}, but the same optimizer here "
+            name = min(unused)
+            cause = (
                 "does not train it: is it frozen, or in another optimizer?"
+                if templates
+                else "keeps none: has it other settings, such as no momentum, or is all of it frozen?"
+            )
+            raise ValueError(
+                f"the checkpoint has optimizer state of {name} ({', '.join(unused[name])}), but "
+                f"the same optimizer here {cause}"
             )
     # The tensors in `ours` are those of the model, and receive the saved values.
     ours |= map_values(_receive, state["model"], ours)
@@ -286,20 +297,29 @@ def _describe(value: Any) -> str:
 
 
 def save(
-    folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
+    folder: str,
+    state: State,
+    step: int,
+    loss: float | None = None,
+    keep: int | None = None,
+    held: IO[str] | None = None,
 ) -> Entry:
     """Write a checkpoint durably: when this returns, it survives a power failure.
 
     state: what snapshot() returned on rank 0. step: number of finished steps. Another checkpoint of
     this step is deleted. loss: the validation loss. keep: if given, prune(folder, keep) follows,
-    which can delete the new checkpoint at once if the folder has higher steps.
+    which can delete the new checkpoint at once if the folder has higher steps. held: what lock()
+    returned. If it is a lock, the folder must still have it: see check_lock(). Otherwise, the
+    folder is created.
 
-    ValueError if load() would refuse the file, for example because of NaN. After an error in
-    writing, the earlier checkpoints are untouched. An older one that cannot be deleted is only a
-    warning. ValueError also if keep < 1, after the file was written.
+    ValueError if step < 0, or if load() would refuse the file, for example because of NaN. After an
+    error in writing, the earlier checkpoints are untouched. An older one that cannot be deleted is
+    only a warning. ValueError also if keep < 1, after the file was written.
     """
+    if step < 0:
+        raise ValueError(f"step is {step}; must be at least 0")
     _check_state(state)
-    make_folder(folder)
+    check_lock(folder, held) if held else make_folder(folder)
     with _temporary_file(folder) as file:
         try:
             torch.save(state, file)
@@ -321,14 +341,14 @@ def save(
 def load(folder: str, entry: Entry) -> State:
     """Read and verify a checkpoint. Its tensors are on the CPU.
 
-    ValueError if the file is damaged or not a checkpoint, or if the model contains NaN.
-    NotImplementedError if the checkpoint is sharded.
+    ValueError if the file is damaged or not a checkpoint, or if the model contains NaN. OSError if
+    it cannot be read, and may be good. NotImplementedError if the checkpoint is sharded.
     """
     if not entry.name.endswith(".pt"):
         raise NotImplementedError(f"{entry.name} is a sharded checkpoint; see extras/sharded.py")
     path = Path(folder, entry.name)
-    if not path.is_file():
-        raise OSError("not a file")  # reading a pipe might never end
+    if not stat.S_ISREG(path.stat().st_mode):  # is_file() can hide an OSError
+        raise ValueError("not a file")  # reading a pipe might never end
     if sha256(path)[:32] not in entry.name:
         raise ValueError("damaged: the content does not match the digest in the name")
     # Hide torch's warnings about the content of a forged file. (save() must not use catch_warnings,
@@ -343,10 +363,13 @@ def _read_state(path: str | Path, device: str) -> Any:
     """Read a file that torch.save wrote. ValueError if it did not."""
     try:
         return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, MemoryError):  # The file may be good.
+    except MemoryError:  # The file may be good.
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and "memory" in f"{error}":
+        # After an OSError too. But if a file was cut, torch can seek a place before its beginning,
+        # which is EINVAL.
+        failed = getattr(error, "errno", errno.EINVAL) != errno.EINVAL
+        if failed or isinstance(error, RuntimeError) and "memory" in f"{error}":
             raise
         # torch names a refused class, for example "GLOBAL argparse.Namespace".
         what = ": ".join([type(error).__name__, *re.findall(r"GLOBAL \S+", f"{error}")])
@@ -375,7 +398,7 @@ def _check_state(state: Any) -> None:
 
 def make_entry(step: int, loss: float | None, digest: str, ending: str = ".pt") -> Entry:
     """Return the entry of a new checkpoint. ending: "" if it is sharded."""
-    rating = f"-loss-{loss:.4f}" if loss is not None and math.isfinite(loss) else ""
+    rating = f"-loss-{loss:.9g}" if loss is not None and math.isfinite(loss) else ""
     return parse_names([f"step-{step:08d}{rating}-{digest}{ending}"])[0]
 
 
@@ -403,9 +426,9 @@ def newest(
 ) -> tuple[Found | None, dict[str, str]]:
     """Return the newest checkpoint that load() accepts, and {name: reason} of each newer one.
 
-    A checkpoint is rejected if load() raises ValueError or OSError. Other errors are passed on, and
-    PermissionError too, because the file may be good. Call set_aside() for each rejected
-    checkpoint: otherwise prune() keeps it and deletes a good one in its place.
+    A checkpoint is rejected if load() raises ValueError, because its content is wrong. Other errors
+    are passed on, such as an OSError, because the file may be good. Call set_aside() for each
+    rejected checkpoint: otherwise prune() keeps it and deletes a good one in its place.
 
     (None, {}) if there are no checkpoints. ValueError if all are rejected. extras/ pass their own
     functions as `load` and `list_checkpoints`.
@@ -414,12 +437,12 @@ def newest(
     for entry in reversed(list_checkpoints(folder)):
         try:
             return Found(entry, load(folder, entry)), rejected
-        except PermissionError:
-            raise
         except (OSError, ValueError) as error:
             if entry not in list_checkpoints(folder):
                 # Another process has deleted it: start again.
                 return newest(folder, load, list_checkpoints)
+            if isinstance(error, OSError):
+                raise
             rejected[entry.name] = f"{error}"
     if rejected:
         reasons = "; ".join(map(": ".join, rejected.items()))
@@ -477,9 +500,9 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
     save() is writing. Keep the result: when it is garbage collected, the lock is released. A forked
     child, such as a worker of a DataLoader, also keeps the lock until it ends.
 
-    ValueError if another process or this one still has the lock after `timeout` seconds. Where
-    locks do not work (on Windows, and on some file systems), the result is None. Then nothing keeps
-    other runs out, and no file is deleted.
+    BlockingIOError if another process or this one still has the lock after `timeout` seconds. Where
+    locks do not work (on Windows, and with a warning on some file systems), the result is None.
+    Then nothing keeps other runs out, and no file is deleted.
     """
     # Not the package filelock: without flock(), it waits for ever or leaves locks behind.
     if not fcntl:
@@ -493,9 +516,11 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
         except BlockingIOError:
             if time.monotonic() > end:
                 file.seek(0)
-                raise ValueError(f"in use by another run: {file.read()}") from None
+                raise BlockingIOError(f"in use by another run: {file.read()}") from None
             time.sleep(0.05)
-        except OSError:
+        except OSError as error:
+            text = f"{error.strerror}: no locks here, so nothing keeps a second run out"
+            warnings.warn(text, stacklevel=2)
             return None
     file.truncate(0)
     file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T')}")
@@ -506,6 +531,19 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
         else:
             path.unlink(missing_ok=True)
     return file
+
+
+def check_lock(folder: str, held: IO[str] | None) -> None:
+    """Raise OSError if the folder no longer has the lock `held`, which lock() returned.
+
+    Then someone has deleted the folder or its lock, and another run may have begun there. Call this
+    before writing to the folder; save() does so. None is accepted.
+    """
+    with suppress(FileNotFoundError):
+        path = Path(folder, ".lock")
+        if not held or os.path.samestat(path.stat(), os.fstat(held.fileno())):
+            return
+    raise OSError(f"{folder}: someone has deleted or replaced this folder or its file .lock")
 
 
 # --------------------------------------------------------------------------------------- text files
@@ -521,10 +559,14 @@ def write_text(folder: str, name: str, text: str) -> None:
 def append_text(folder: str, name: str, line: str) -> None:
     """Add a line, which must end with a line break.
 
-    After an OSError, a part of it can be in the file. A power failure can lose it.
+    After an OSError, a part of it can be in the file. The next line then begins with a line break.
+    A power failure can lose a line.
     """
-    with open(Path(folder, name), "a", encoding="utf-8") as file:
-        file.write(line)
+    with open(Path(folder, name), "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = "\n" * (file.read() != b"\n") + line
+        file.write(line.encode())
 
 
 def read_text(folder: str, name: str) -> str:
@@ -575,11 +617,17 @@ def _rename(path: Path, name: str) -> None:
 
 
 def fsync_folder(folder: str | Path) -> None:
-    """Make new names in a folder survive a power failure."""
+    """Make new names in a folder survive a power failure. Warn if the file system cannot do it."""
     if os.name == "posix":  # Windows cannot open a folder
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                raise
+            # Python shows the same text of the same line once.
+            text = f"{error.strerror}: this file system cannot make a new name durable; "
+            warnings.warn(text + "a power failure can lose the newest checkpoints", stacklevel=1)
         finally:
             os.close(handle)
 
