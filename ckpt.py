@@ -1,29 +1,21 @@
 """Write the state of a training run to a durable file and read it back.
 
-    found = None
-    if rank == 0:    # once, before the first save
-        make_folder("out")
-        held = lock("out")    # keeps other runs out
-        found, rejected = newest("out")
-        for name in rejected:
-            set_aside("out", name)
-    restore_(found.state if found else {}, model, optimizers)   # on every rank
-    step = [found.entry.step if found else 0]
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(step)
+    step, more = resume_("out", model, [optimizer])             # on every rank
     ...
-    state = snapshot(model, optimizers, note="anything")        # on every rank
+    state = snapshot(model, [optimizer], note="anything")       # on every rank
     if rank == 0:
-        save("out", state, step=400, loss=1.8812, keep=3, held=held)
+        save("out", state, step=400, loss=1.8812, keep=3)
 
-Every rank must call snapshot() and restore_(). One rank alone may call the functions for files, and
-save() may run in a thread. These functions raise OSError if the file system fails.
+Every rank must call resume_(), snapshot() and restore_(). One rank alone may call the functions for
+files, and save() may run in a thread. These functions raise OSError if the file system fails.
 
 If only rank 0 raises an error in this example, the other ranks wait in their next collective until
-rank 0 ends. extras/tutorial/4_checkpoints.py calls newest() and save() through functions of
-ddp_setup.py, so a ValueError or OSError of newest() or save() is raised on all ranks. Do not catch
-NotImplementedError (a sharded checkpoint): only rank 0 raises it, and the other ranks wait until
-rank 0 ends.
+rank 0 ends. extras/tutorial/4_checkpoints.py calls save() through a function of ddp_setup.py, which
+raises its errors on all ranks. To keep other runs out of the folder, rank 0 can hold a lock:
+
+    make_folder("out")
+    held = lock("out")                                          # before the first save
+    save("out", state, step=400, held=held)
 
 To save while the training continues, use one executor for all saves, and call result() of each
 future: it raises the error of the save. On a CPU, its thread should use one OpenMP thread, so that
@@ -135,7 +127,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
     The present state of the optimizers and the gradients of their parameters are deleted, even if
     the checkpoint has no optimizer state. Settings, such as the learning rate, stay as they are
-    now. With a scheduler of torch, also set the learning rate: see extras/tutorial/scheduler.diff.
+    now. For a scheduler of torch, see resume_.
     To restore the weights alone, pass {"model": state["model"]} and no optimizers.
 
     If a parameter has no optimizer state yet, restore_ first creates it by a step() with zero
@@ -194,6 +186,45 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     # The tensors in `ours` are those of the model, and receive the saved values.
     ours |= map_values(_receive, state["model"], ours)
     model.load_state_dict(ours)  # for set_extra_state() and hooks
+
+
+def resume_(
+    folder: str, model: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
+) -> tuple[int, State]:
+    """Continue from the newest checkpoint of a folder. Return its step and its other values.
+
+    Every rank must call this, and all get the same. Without a checkpoint, nothing changes, and the
+    result is (0, {}). The other values are those that snapshot() got as **more.
+
+    scheduler: one of torch. snapshot() must have got scheduler=scheduler.state_dict(). Its learning
+        rates are restored too, but no other setting of an optimizer that it changes, such as the
+        momentum with OneCycleLR.
+
+    Only rank 0 reads the folder. It sets damaged checkpoints aside, with a warning, and raises the
+    errors of newest(). The other ranks wait until it has read, or until its process ends. Then all
+    raise the errors of restore_().
+    """
+    values: list[Any] = [(0, {})]
+    state: State = {}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        found, rejected = newest(folder)
+        for name, reason in rejected.items():
+            set_aside(folder, name)
+            warnings.warn(f"{name}: {reason}; set aside", stacklevel=2)
+        if found:
+            state = found.state
+            more = {k: v for k, v in state.items() if k not in ("model", "optimizers")}
+            values = [(found.entry.step, more)]
+    restore_(state, model, optimizers)
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    step, more = values[0]
+    if scheduler and "scheduler" in more:
+        scheduler.load_state_dict(more["scheduler"])
+        # load_state_dict does not set these, and the constructor of a scheduler changes them.
+        for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr()):
+            group["lr"] = lr
+    return step, more
 
 
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:

@@ -434,12 +434,43 @@ def restore_on_two_ranks(rank, path):
         parts = [*resumed[0].values(), *resumed[1][0][0].values()]
         # No part keeps the memory of the whole tensor.
         assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+    # Rank 1 has no folder of its own.
+    run, here = trained(2, seed=5), build(seed=rank)
+    state = ckpt.snapshot(*run, best=0.5)
+    if rank == 0:
+        ckpt.save(f"{path}/out", state, 7)
+    assert ckpt.resume_(f"{path}/out" if rank == 0 else "none", *here) == (7, {"best": 0.5})
+    assert same(everything(*here), everything(*run))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def test_all_ranks_get_the_state_of_rank_0_or_the_same_error(tmp_path):
     torch.multiprocessing.spawn(restore_on_two_ranks, (str(tmp_path),), 2)
+
+
+def test_resume_continues_the_newest_good_checkpoint_and_the_rate_of_a_scheduler(folder):
+    """CosineAnnealingLR computes a rate from the one before, so a wrong one would stay wrong."""
+
+    def run(steps):
+        model, optimizers = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        start, more = ckpt.resume_(folder, model, [optimizer], scheduler)
+        for step in range(start, steps):
+            train_(model, [optimizer], step, step + 1)
+            scheduler.step()
+        state = ckpt.snapshot(model, [optimizer], scheduler=scheduler.state_dict(), best=1.5)
+        return start, more, state
+
+    start, more, unbroken = run(6)
+    assert (start, more) == (0, {})
+    ckpt.save(folder, run(3)[2], 3)
+    Path(folder, f"step-00000009-{'0' * 32}.pt").write_bytes(b"cut off")
+    with pytest.warns(UserWarning, match="step-00000009.*does not match the digest.*set aside"):
+        start, more, resumed = run(6)
+    assert (start, more["best"]) == (3, 1.5) and same(resumed, unbroken)
+    assert names(folder)[1].endswith(".damaged")
 
 
 # ----------------------------------------------------------------------------------- state <-> file
