@@ -13,7 +13,8 @@ def main():
     y = 2 * (x[:, 0] > x[:, 1]) + (x[:, 2] * x[:, 3] > 0)
     train, test = TensorDataset(x[:2500], y[:2500]), TensorDataset(x[2500:], y[2500:])
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4)).to(device)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=3)
     for epoch in range(3):
         model.train()
         for inputs, targets in DataLoader(train, batch_size=96, shuffle=True):
@@ -24,6 +25,7 @@ def main():
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
+        scheduler.step()
         model.eval()
         correct = 0
         with torch.no_grad():

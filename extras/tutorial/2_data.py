@@ -22,11 +22,13 @@ def main(world):
     train, test = TensorDataset(x[:2500], y[:2500]), TensorDataset(x[2500:], y[2500:])
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4)).to(device)
     replica = ddp_setup.replicate(model, world)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=3)
+    sampler = chardata.RankSampler(len(train), world.rank, world.size)
     for epoch in range(3):
         model.train()
-        mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
-        for inputs, targets in DataLoader(train, batch_size=96 // world.size, sampler=mine):
+        sampler.set_epoch(epoch)
+        for inputs, targets in DataLoader(train, batch_size=96 // world.size, sampler=sampler):
             inputs, targets = inputs.to(device), targets.to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = F.cross_entropy(replica(inputs), targets)
@@ -34,6 +36,7 @@ def main(world):
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
+        scheduler.step()
         model.eval()
         correct = 0
         with torch.no_grad():

@@ -17,12 +17,12 @@ import loop
 
 def loss_fn(model, batch):
     inputs, targets = batch
-    return F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
+    return F.cross_entropy(model(inputs), targets, reduction="none")  # one loss per row
 
 
-def count_correct(model, batch):
+def hits(model, batch):
     inputs, targets = batch
-    return (model(inputs).argmax(1) == targets).sum(), len(targets)
+    return model(inputs).argmax(1) == targets
 
 
 def main(world):
@@ -33,19 +33,22 @@ def main(world):
     train, test = TensorDataset(x[:2500], y[:2500]), TensorDataset(x[2500:], y[2500:])
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
     replica = ddp_setup.replicate(model, world)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step, rows = 0, 96 // 2 // world.size  # micro-batch size; each rank takes 2 of them per step
+    opt = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=3)
+    accum, step = 1, 0  # micro-batches per step and rank; finished steps
+    sampler = chardata.RankSampler(len(train), world.rank, world.size)
+    loader = DataLoader(train, batch_size=96 // (accum * world.size), sampler=sampler)
+    test_rows = range(world.rank, len(test), world.size)
+    test_loader = DataLoader(test, batch_size=96, sampler=test_rows)
     for epoch in range(3):
-        mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
-        loader = DataLoader(train, batch_size=rows, sampler=mine)
-        steps = loop.group_batches(loader, accum=2, count=lambda batch: len(batch[1]))
+        sampler.set_epoch(epoch)
+        steps = loop.group_batches(loader, accum)
         for step, report in loop.train_(
             replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype
         ):
             pass
-        mine = range(world.rank, len(test), world.size)
-        loader = DataLoader(test, batch_size=96, sampler=mine)
-        accuracy = loop.evaluate(replica, loader, count_correct)
+        scheduler.step()
+        accuracy = loop.evaluate(replica, test_loader, hits)
         if world.rank == 0:
             print(f"epoch {epoch}: loss {report.loss:.4f}, accuracy {accuracy:.4f}")
     if world.rank == 0:

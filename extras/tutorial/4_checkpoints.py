@@ -21,25 +21,12 @@ import loop
 
 def loss_fn(model, batch):
     inputs, targets = batch
-    return F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
+    return F.cross_entropy(model(inputs), targets, reduction="none")  # one loss per row
 
 
-def count_correct(model, batch):
+def hits(model, batch):
     inputs, targets = batch
-    return (model(inputs).argmax(1) == targets).sum(), len(targets)
-
-
-def resume_(model, opt, world):
-    found, rejected = ddp_setup.wait_together(
-        lambda: ckpt.newest("out-tutorial") if world.rank == 0 else (None, {}), world
-    )
-    for name, reason in rejected.items():
-        print(f"{name}: {reason}")
-        ckpt.set_aside("out-tutorial", name)
-    if found:  # on rank 0
-        print(f"continuing after step {found.entry.step}; to start again, delete out-tutorial")
-    ckpt.restore_(found.state if found else {}, model, [opt])
-    return ddp_setup.from_rank_zero(lambda: found.entry.step if found else 0, world)
+    return model(inputs).argmax(1) == targets
 
 
 def main(world, stop):
@@ -50,31 +37,41 @@ def main(world, stop):
     train, test = TensorDataset(x[:2500], y[:2500]), TensorDataset(x[2500:], y[2500:])
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
     replica = ddp_setup.replicate(model, world)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    rows = 96 // 2 // world.size  # micro-batch size; each rank takes 2 of them per step
-    steps_per_epoch = math.ceil(len(train) / (2 * rows * world.size))
-    step = resume_(replica, opt, world)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=3)
+    accum = 2  # micro-batches per step and rank
+    rows = 96 // (accum * world.size)  # in a micro-batch
+    sampler = chardata.RankSampler(len(train), world.rank, world.size)
+    loader = DataLoader(train, batch_size=rows, sampler=sampler)
+    test_rows = range(world.rank, len(test), world.size)
+    test_loader = DataLoader(test, batch_size=96, sampler=test_rows)
+    steps_per_epoch = math.ceil(len(train) / (accum * rows * world.size))
+    last = 3 * steps_per_epoch
+    step, _ = ckpt.resume_("out-tutorial", replica, [opt], scheduler)
+    if world.rank == 0 and step:
+        what = "continuing" if step < last else "finished"
+        print(f"{what} after step {step}; to start again, delete out-tutorial")
     for epoch in range(step // steps_per_epoch, 3):
-        mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
-        loader = DataLoader(train, batch_size=rows, sampler=mine)
-        steps = loop.group_batches(loader, accum=2, count=lambda batch: len(batch[1]))
+        sampler.set_epoch(epoch)
+        steps = loop.group_batches(loader, accum)
         steps = islice(steps, step % steps_per_epoch, None)  # skip finished steps
         for step, report in loop.train_(
             replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
         ):
-            if report.stop or step % steps_per_epoch == 0:
-                state = ckpt.snapshot(replica, [opt])
-                save = partial(ckpt.save, "out-tutorial", state, step, keep=3)
-                ddp_setup.from_rank_zero(save, world)
             if report.stop:
                 break
-        if step % steps_per_epoch == 0:
-            mine = range(world.rank, len(test), world.size)
-            loader = DataLoader(test, batch_size=96, sampler=mine)
-            accuracy = loop.evaluate(replica, loader, count_correct)
+        error_rate = None
+        if step % steps_per_epoch == 0:  # the epoch is complete
+            scheduler.step()
+            accuracy = loop.evaluate(replica, test_loader, hits)
+            error_rate = 1 - accuracy
             if world.rank == 0:
                 print(f"epoch {epoch}: loss {report.loss:.4f}, accuracy {accuracy:.4f}")
-        if report.stop and step < 3 * steps_per_epoch:
+        state = ckpt.snapshot(replica, [opt], scheduler=scheduler.state_dict())
+        # The three newest files stay, and the one with the lowest "loss", here the error rate.
+        save = partial(ckpt.save, "out-tutorial", state, step, loss=error_rate, keep=3)
+        ddp_setup.from_rank_zero(save, world)
+        if report.stop and step < last:
             if world.rank == 0:
                 print(f"stopped after step {step}")
             return True

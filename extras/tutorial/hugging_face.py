@@ -43,12 +43,10 @@ def count_targets(batch):
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def loss_fn(model, batch):
-    # The model returns the mean over the targets of this micro-batch, but train_ needs their sum:
-    # the mean of the means of unequal parts is not the mean of the whole. (Leave out micro-batches
-    # without a target: their mean is NaN.)
-    count = count_targets(batch)
-    return model(**batch).loss * count, count
+# The model returns the mean over the targets of a micro-batch. The mean of the means of unequal
+# parts is not the mean of the whole, so train_ needs the sum and the count. (Leave out micro-batches
+# without a target: their mean is NaN.)
+loss_fn = loop.from_mean(lambda model, batch: model(**batch).loss, count_targets)
 
 
 def main(world):
@@ -68,11 +66,12 @@ def main(world):
     model = LlamaForCausalLM(config)
     replica = ddp_setup.replicate(model, world)
     opt = torch.optim.AdamW(model.parameters(), lr=0.003)
-    step, rows = 0, 24 // 2 // world.size  # sequences in a micro-batch: 2 of them per rank and step
+    step, accum = 0, 2  # finished steps; micro-batches per step and rank
+    rows = 24 // (accum * world.size)  # sequences in a micro-batch
     for epoch in range(3):
         mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
         loader = DataLoader(train, batch_size=rows, sampler=mine, collate_fn=collate)
-        steps = loop.group_batches(loader, accum=2, count=lambda batch: int(count_targets(batch)))
+        steps = loop.group_batches(loader, accum, count=lambda batch: int(count_targets(batch)))
         for step, report in loop.train_(
             replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype
         ):

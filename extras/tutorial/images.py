@@ -9,8 +9,8 @@ The weights are the same for both. This needs two things:
   not on the rank, the batch or the DataLoader worker that happens to load it.
 - GroupNorm normalises each image alone. BatchNorm would compute mean and variance over the rows of
   one rank, which are fewer on more ranks. If your model has BatchNorm, convert it before replicate,
-  with model = nn.SyncBatchNorm.convert_sync_batchnorm(model): then it computes them over all ranks.
-  It works on CUDA only, and the mean is that of the global batch only with accum=1.
+  with model = batch_norm.synchronize_(model) of extras/batch_norm.py. Then it computes them over
+  all ranks. They are those of the global batch only with accum=1.
 """
 
 import os
@@ -61,12 +61,12 @@ class Augmented(Dataset):
 
 def loss_fn(model, batch):
     inputs, targets = batch
-    return F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
+    return F.cross_entropy(model(inputs), targets, reduction="none")
 
 
-def count_correct(model, batch):
+def hits(model, batch):
     inputs, targets = batch
-    return (model(inputs).argmax(1) == targets).sum(), len(targets)
+    return model(inputs).argmax(1) == targets
 
 
 def main(world):
@@ -85,13 +85,11 @@ def main(world):
         mine = chardata.rank_indices(len(labels), world.rank, world.size, epoch, SEED)
         train = Augmented(images, labels, epoch)
         loader = DataLoader(train, batch_size=96 // world.size, sampler=mine)
-        steps = loop.group_batches(loader, accum=1, count=lambda batch: len(batch[1]))
+        steps = loop.group_batches(loader)
         for step, report in loop.train_(replica, [opt], steps, loss_fn, start=step, dtype=dtype):
             pass
         mine = range(world.rank, len(test), world.size)
-        accuracy = loop.evaluate(
-            replica, DataLoader(test, batch_size=96, sampler=mine), count_correct
-        )
+        accuracy = loop.evaluate(replica, DataLoader(test, batch_size=96, sampler=mine), hits)
         if world.rank == 0:
             print(f"epoch {epoch}: loss {report.loss:.6f}, accuracy {accuracy:.4f}")
     if world.rank == 0:

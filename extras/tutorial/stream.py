@@ -65,22 +65,7 @@ class RankBatches(IterableDataset):
 
 def loss_fn(model, batch):
     inputs, targets = batch
-    return F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
-
-
-def resume_(model, opt, world):
-    found, rejected = ddp_setup.wait_together(
-        lambda: ckpt.newest("out-stream") if world.rank == 0 else (None, {}), world
-    )
-    for name, reason in rejected.items():
-        print(f"{name}: {reason}")
-        ckpt.set_aside("out-stream", name)
-    if found:  # on rank 0
-        print(f"continuing after step {found.entry.step}; to start again, delete out-stream")
-    ckpt.restore_(found.state if found else {}, model, [opt])
-    return ddp_setup.from_rank_zero(
-        lambda: (found.entry.step, found.state["position"]) if found else (0, 0), world
-    )
+    return F.cross_entropy(model(inputs), targets, reduction="none")
 
 
 def main(world, stop, workers):
@@ -89,7 +74,10 @@ def main(world, stop, workers):
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
     replica = ddp_setup.replicate(model, world)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step, position = resume_(replica, opt, world)
+    step, more = ckpt.resume_("out-stream", replica, [opt])
+    position = more.get("position", 0)
+    if world.rank == 0 and step:
+        print(f"continuing after step {step}; to start again, delete out-stream")
 
     def save():
         state = ckpt.snapshot(replica, [opt], position=int(position))
@@ -99,7 +87,7 @@ def main(world, stop, workers):
     loader = DataLoader(
         dataset, batch_size=None, num_workers=workers, worker_init_fn=ddp_setup.detach_worker
     )
-    steps = loop.group_batches(loader, accum=1, count=lambda batch: len(batch[1]))
+    steps = loop.group_batches(loader)
     for step, report in loop.train_(
         replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
     ):

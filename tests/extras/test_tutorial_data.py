@@ -1,4 +1,4 @@
-"""The tutorial's script for a stream, and its changes for a scheduler and a logger: after a stop and a
+"""The tutorial's script for a stream, and the changes of the last script for an average and a logger: after a stop and a
 resume, the weights are those of an unbroken run."""
 
 import os
@@ -120,15 +120,22 @@ def changed(tmp_path_factory):
     return apply
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_schedule_continues_exactly(unbroken, changed, tmp_path, ranks):
-    script = changed("scheduler.diff")
-    stopped, resumed = run(script, tmp_path, ranks, stop=40), run(script, tmp_path, ranks)
+# 40 is in the middle of an epoch. After step 54, the last of an epoch, the scheduler has been called.
+@pytest.mark.parametrize("ranks, stop", [(1, 54), (2, 40)])
+@pytest.mark.parametrize("change", ["", "ema.diff"])
+def test_the_schedule_and_the_average_continue_exactly(
+    unbroken, changed, tmp_path, ranks, stop, change
+):
+    script = changed(change) if change else TUTORIAL / "4_checkpoints.py"
+    stopped, resumed = run(script, tmp_path, ranks, stop=stop), run(script, tmp_path, ranks)
     expected = unbroken(script, ranks)
     assert stopped.lines + resumed.lines[1:] == expected.lines
     assert same(resumed.state, expected.state)
     rates = [state["scheduler"]["_last_lr"][0] for state in (stopped.state, expected.state)]
-    assert rates[0] > 0.005 > rates[1]  # the rate changes, so the test would notice a wrong one
+    assert rates[0] > rates[1] == 0  # the rate changes, so the test would notice a wrong one
+    if change:  # The average is another one than the last weights.
+        weights, prefix = expected.state["model"], "ema.module.0."
+        assert not torch.equal(weights[f"{prefix}weight"], weights["model.0.weight"])
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
