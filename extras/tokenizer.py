@@ -95,7 +95,7 @@ def read_corpus(
     chardata: the module. files: [] means its default text. path: a tokenizer.json. tokenizer_json:
     the text of the one in a checkpoint, or "". If it is not "", it is used, and `path` may be "" or
     a file that is gone. ValueError if the file is another tokenizer. vocab: a number above every
-    id. None means size() rounded up to a multiple of 64.
+    id. None means size() rounded up to a multiple of 64. val_files: become Corpus.val_tokens.
     """
     if os.path.isdir(path):
         name = os.path.join(path, "tokenizer.json")
