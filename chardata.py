@@ -23,6 +23,7 @@ This module does not communicate between ranks.
 """
 
 import codecs
+import errno
 import glob
 import hashlib
 import math
@@ -43,17 +44,32 @@ Tokens = Sequence[np.ndarray]  # token ids: each (n_i,), of any unsigned integer
 Stamp = tuple[str, int, int]  # name, bytes, nanoseconds of the last change
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
 MIB = 1 << 20
+NOT_UTF_8 = "a text must be UTF-8: for example, iconv -f LATIN1 -t UTF-8 old.txt > new.txt"
+UTF_16 = "UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 old.txt > new.txt"
+NOT_TEXT = {  # the first bytes of a file -> what it is, and what to do
+    b"\xff\xfe": UTF_16,
+    b"\xfe\xff": UTF_16,
+    b"\x1f\x8b": "a gzip file, not text; unpack it with gunzip",
+    b"PK\x03\x04": "a zip file (or .docx, .epub), not text; unpack it, or save its text as .txt",
+    b"BZh": "a bzip2 file, not text; unpack it with bunzip2",
+    b"\xfd7zXZ\0": "an xz file, not text; unpack it with unxz",
+    b"\x28\xb5\x2f\xfd": "a zstd file, not text; unpack it with unzstd",
+    b"PAR1": "a Parquet file, not text; write its text column to a .txt file",
+    b"%PDF-": "a PDF file, not text; write its text to a .txt file, for example with pdftotext",
+}
 
 
 class Corpus(NamedTuple):
     """The data as tokens, with the vocabulary."""
 
-    tokens: tuple[np.ndarray, ...]  # one array per file that is not empty
+    # one array per file that is not empty, and a line break between two texts without one
+    tokens: tuple[np.ndarray, ...]
     vocab: int  # vocabulary size
     kind: str  # "char", "byte" or "ids"
     chars: str  # for kind "char": id i is chars[i]
-    digest: str  # digest(tokens, chars)
+    digest: str  # digest(tokens, chars); with val_tokens, digest(val_tokens, this digest)
     stamps: tuple[Stamp, ...]  # for verify_unchanged()
+    val_tokens: tuple[np.ndarray, ...] = ()  # like `tokens`, of the validation files
 
 
 class BatchPlan(NamedTuple):
@@ -86,74 +102,130 @@ def list_files(data: str) -> list[str]:
     return names
 
 
-def read(files: Sequence[str], tokenizer: str, chars: str = "", vocab: int | None = None) -> Corpus:
+def read(
+    files: Sequence[str],
+    tokenizer: str,
+    chars: str = "",
+    vocab: int | None = None,
+    val_files: Sequence[str] = (),
+) -> Corpus:
     """Read local files as tokens. With an empty list of files, read default_text().
 
     The tokenizer "char" gives one id per character of a UTF-8 text. The vocabulary is `chars` if
-    given, else the characters that occur, sorted. "byte" gives one id per byte.
+    given, else the characters that occur, sorted. "byte" gives one id per byte. A byte order mark
+    at the beginning of a text is left out. Between two texts there is a line break if the first
+    does not end with one, unless it is not in the given `chars`.
 
     Files .npy (one-dimensional, unsigned integers) and .bin (uint16, with or without the header of
     llm.c) contain tokens, so `tokenizer` is ignored. A .bin of another integer type can be misread:
     write .npy instead. The vocabulary size is `vocab` if given, else the highest id + 1, rounded up
     to a multiple of 64. Only steps() and every_window() check the ids, against BatchPlan.vocab.
 
+    val_files: become Corpus.val_tokens. They share the vocabulary. Without them, see split().
+
     Large files and all .npy files stay memory-mapped, except texts with the tokenizer "char".
-    Raises ValueError or OSError if a file is damaged, if a text has a character that is not in
-    `chars`, or if `vocab` is given for text and is not its vocabulary size.
+    Raises ValueError or OSError if a file is damaged or is not what its name says, if a text has a
+    character that is not in `chars`, or if `vocab` does not fit the files.
     """
-    stamps = tuple(map(_stamp, files))  # before reading, to notice a change meanwhile
-    names = files or ["the default text"]
-    arrays = [_read_file(name) for name in files] or [np.frombuffer(default_text().encode(), "u1")]
-    tokens: Tokens = tuple(filter(len, arrays))
-    if not tokens:
-        raise ValueError(f"{names[0]}: is empty, and no other file has data")
+    # before reading, to notice a change meanwhile
+    stamps = tuple(map(_stamp, [*files, *val_files]))
+    names = [*(files or ["the default text"]), *val_files]
+    try:
+        arrays = [_read_file(name, vocab) for name in [*files, *val_files]]
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            error.strerror = "too many open files; use fewer, larger files, or raise `ulimit -n`"
+        raise
+    if not files:
+        arrays.insert(0, np.frombuffer(default_text().encode(), "u1"))
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]
     if 0 < len(token_files) < len(names):
         raise ValueError(f"{names[0]}: text files and token files (.bin, .npy) cannot be mixed")
-    kind = tokenizer
+    kind, line_break = tokenizer, ord("\n")
     if token_files:
-        kind, chars = "ids", ""
-        size = vocab or 64 * (max(int(array.max()) for array in tokens) // 64 + 1)
+        kind, chars, line_break = "ids", "", -1
+        size = vocab or 64 * (max(int(a.max(initial=0)) for a in arrays) // 64 + 1)
     elif kind == "byte":
         chars, size = "", 256
     elif kind == "char":
-        tokens, chars = _read_characters(names, arrays, chars)
+        arrays, chars = _read_characters(names, arrays, chars)
         size, stamps = len(chars), ()  # A later change of the files does no harm.
+        line_break = chars.find("\n")
     else:
         raise ValueError(f"tokenizer {tokenizer!r} is not char or byte")
+    train = len(files) or 1
+    tokens = _join(names[:train], arrays[:train], line_break)
+    val_tokens = _join(names[train:], arrays[train:], line_break)
     if vocab not in (None, size):
-        raise ValueError(f"{names[0]}: is text with a vocabulary of {size}, not {vocab}")
-    corpus = Corpus(tuple(tokens), size, kind, chars, digest(tokens, chars), stamps)
-    for array in tokens:
+        raise ValueError(
+            f"{names[0]}: is text with a vocabulary of {size}, not {vocab}; text of another "
+            "vocabulary needs its tokenizer, or give its token files (.bin, .npy)"
+        )
+    hashed = digest(tokens, chars)
+    if val_tokens:
+        hashed = digest(val_tokens, hashed)
+    for array in arrays:
         if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):  # not on Windows
             array.base.madvise(mmap.MADV_RANDOM)  # From now on, reading ahead would be useless.
-    return corpus
+    return Corpus(tokens, size, kind, chars, hashed, stamps, val_tokens)
 
 
-def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[Tokens, str]:
+def _read_characters(names: Sequence[str], raw: Tokens, chars: str) -> tuple[list[np.ndarray], str]:
     """Return the ids of texts, and their vocabulary."""
     texts, tokens = [], []
-    advice = "" if chars else " (tokenizer 'byte' can read any file)"
     try:
         for name, array in zip(names, raw):
             texts.append(array.tobytes().decode())
-        chars = chars or "".join(sorted(set[str]().union(*texts)))
+        # Several texts are joined with line breaks.
+        line_break = "\n" * (sum(map(bool, texts)) > 1)
+        chars = chars or "".join(sorted(set[str]().union(line_break, *texts)))
         for name, text in zip(names, texts):
-            if text:
-                tokens.append(encode(text, "char", chars))
+            tokens.append(encode(text, "char", chars))
     except ValueError as error:  # `name` is the file at which a loop stopped
+        advice = f"; {NOT_UTF_8}" * isinstance(error, UnicodeError)
         raise ValueError(f"{name}: {error}{advice}") from None
     return tokens, chars
 
 
-def _read_file(name: str) -> np.ndarray:
+def _join(names: Sequence[str], arrays: Tokens, line_break: int) -> tuple[np.ndarray, ...]:
+    """Return the arrays that are not empty, with line breaks between them where they are missing.
+
+    line_break: its id; -1 means that there is none.
+    """
+    joined: list[np.ndarray] = []
+    for array in filter(len, arrays):
+        if joined and joined[-1][-1] != line_break >= 0:
+            # an array of its own, because a mapped file cannot become longer
+            joined.append(np.array([line_break], array.dtype))
+        joined.append(array)
+    if names and not joined:
+        raise ValueError(f"{names[0]}: is empty, and no other file has data")
+    return tuple(joined)
+
+
+def text_start(name: str) -> int:
+    """Return where the text of a file begins: at byte 3 after a byte order mark, else at 0.
+
+    Raises ValueError if the file begins like one of another format, such as gzip.
+    """
+    with open(name, "rb") as file:
+        head = file.read(16)
+    for magic, what in NOT_TEXT.items():
+        if head.startswith(magic):
+            raise ValueError(f"{name}: is {what}")
+    return 3 * head.startswith(codecs.BOM_UTF8)
+
+
+def _read_file(name: str, vocab: int | None) -> np.ndarray:
     """Read or map a file, as its own dtype (.npy), as uint16 (.bin), or as uint8."""
-    size, dtype, start = os.path.getsize(name), "u1", 0
+    size, dtype = os.path.getsize(name), "u1"
     if name.endswith(".npy"):
         try:
             array: np.memmap = np.load(name, "r")
             if array.ndim != 1 or array.dtype.kind != "u" or size != array.offset + array.nbytes:
                 raise ValueError(f"{array.shape} {array.dtype} in {size} bytes")
+        except OSError:  # The file may be good.
+            raise
         except Exception as error:  # a damaged file can cause almost any exception
             raise ValueError(
                 f"{name}: must be one complete 1-d array of unsigned integers, for example after "
@@ -170,12 +242,19 @@ def _read_file(name: str) -> np.ndarray:
         if magic in (20240520, 20240801):
             start = 1024
         else:  # no header
-            version, count = 1, size // 2
+            start, version, count = 0, 1, size // 2
+        # uint32 ids look like pairs of uint16, of which the second is small. (A file of less than
+        # 64 uint16 can look so by chance.)
+        low, high = np.resize(np.fromfile(name, "<u2", 8192, offset=start), (4096, 2)).T
+        if (vocab or 0) > 1 << 16 or count >= 64 and high.max() < 4 <= low.max():
+            raise ValueError(f"{name}: has or needs uint32, but a .bin holds uint16; write a .npy")
         if version != 1 or size != start + 2 * count:
             raise ValueError(
                 f"{name}: {size} bytes, header version {version}; must be "
                 f"{start + 2 * count} bytes for {count} uint16 tokens, header version 1 or none"
             )
+    else:
+        start = text_start(name)
     if size > MIB:
         return np.memmap(name, dtype, "r", start)
     # Small files are not mapped, because a mapped file stays open, and the number of open files is
@@ -206,21 +285,22 @@ def default_text() -> str:
     return "\n".join(topics.values())
 
 
-def digest(tokens: Tokens, chars: str = "") -> str:
+def digest(tokens: Tokens, chars: str = "", whole: int = 256 * MIB) -> str:
     """Return a hash of the data, as 32 hex digits. Save it, and compare it when the run resumes.
 
-    The hash includes the type and the length of each array, but no file names. Of an array, at most
-    16 blocks of 1 MiB are read, and a change between them is not noticed. With more than
-    16 arrays and more than 256 MiB in total, blocks are smaller, but at least 4 KiB.
+    The hash includes the type and the length of each array, but no file names. Up to `whole` bytes
+    in total, all are hashed. Of more, at most 16 blocks of 1 MiB of each array are hashed, and a
+    change between them is not noticed. With more than 16 arrays and more than 256 MiB in total,
+    blocks are smaller, but at least 4 KiB. Version 0.3 and older had whole=0.
     """
-    block = MIB
-    if sum(array.nbytes for array in tokens) > 256 * MIB:
+    total, block = sum(array.nbytes for array in tokens), MIB
+    if total > 256 * MIB:
         block = min(MIB, max(4096, 16 * MIB // len(tokens)))
     hashed = hashlib.blake2b(chars.encode(), digest_size=16)
     for array in tokens:
         hashed.update(f"{array.dtype} {len(array)}\n".encode())
         raw = array.view(np.uint8)
-        if raw.size > 16 * block:
+        if total > whole and raw.size > 16 * block:
             starts = np.linspace(0, raw.size - block, 16).astype(np.int64)
             raw = np.concatenate([raw[i : i + block] for i in starts])
         hashed.update(raw.data)

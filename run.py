@@ -101,6 +101,8 @@ POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
 SECONDS = click.FloatRange(0, 1e9, min_open=True)  # Python cannot wait much longer
 FRACTION, SEED = click.FloatRange(0, 1, max_open=True), click.IntRange(0, 2**63 - 1)
 PATH = click.Path()
+# An environment variable has one path, even if it contains colons, as a URL does.
+setattr(PATH, "envvar_list_splitter", "\0")
 
 
 def check_number(_: click.Context, __: click.Parameter, value: T) -> T:
@@ -122,7 +124,19 @@ def option(default: T, help: str, type: object = None, **more: object) -> T:
 class Flags:
     """The flags of a training run."""
 
-    data: str | None = option(None, "Text, or tokens (.bin, .npy): a file, a glob or a URL.", PATH)
+    data: tuple[str, ...] = option(
+        (),
+        "Text, or tokens (.bin, .npy): a file, a glob or a URL; can be given several times. Texts "
+        "are joined with a line break; with a tokenizer.json, its end-of-text token ends each.",
+        PATH,
+        multiple=True,
+    )
+    val_data: tuple[str, ...] = option(
+        (),
+        "Validation data, given like --data. Then --val-fraction has no effect.",
+        PATH,
+        multiple=True,
+    )
     vocab: int | None = option(
         None, "Vocabulary size for token files.  [default: from the highest id]", COUNT
     )
@@ -295,10 +309,9 @@ def train(
     )
     flags = agree_on_flags(asked, given, saved, world)
     start_step = saved.get("step", 0)
-    subject = f"cannot continue the run in {flags.out}: " if start_step else ""
-    with usage_errors(subject, DATA_ADVICE if start_step else ""):
+    with usage_errors("", DATA_ADVICE if start_step else ""):
         corpus, plan, val_plan = load_data(flags, given, saved, world)
-    with usage_errors(f"--data {flags.data or '(default text)'}: "):
+    with usage_errors(name_data(flags)):
         steps_per_epoch = ddp_setup.wait_together(lambda: chardata.steps_per_epoch(plan), world)
     total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
     tokens_at = partial(chardata.tokens_before, plan)
@@ -330,6 +343,9 @@ def train(
 
     # Nothing is written to --out before this line.
     settings = vars(flags) | {"compile": compiled, "vocab": corpus.vocab}
+    for name in ("data", "val_data"):  # for a start in another working folder
+        paths = (path if "://" in path else os.path.abspath(path) for path in settings[name])
+        settings[name] = tuple(paths)
     constants = {
         "data": corpus.digest,
         "config": {key: settings[key] for key in settings if key not in NOT_RESTORED},
@@ -465,6 +481,8 @@ def find_checkpoint(out: str, storage: ModuleType) -> Values:
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
+    data = config.get("data") or ()  # Version 0.3 had one string or None.
+    config["data"] = (data,) if isinstance(data, str) else data
     if "compile" not in config and config.get("optimizer") == "muon":
         config["optimizer"] = "auto"  # Version 0.2 called both kinds of Muon "muon".
     return state
@@ -537,16 +555,30 @@ def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     chars: the characters or the text of tokenizer.json in the checkpoint; "" if there is none.
     """
     tokenizer = flags.tokenizer
-    files: list[str] = []  # the default text
-    if flags.data is not None:
-        find_files = extra("remote").download if "://" in flags.data else chardata.list_files
-        files = find_files(flags.data)
+    files, val_files = find_files(flags.data), find_files(flags.val_data)
+    if both := {*files} & {*val_files}:
+        raise ValueError(f"{min(both)}: is in --data and in --val-data")
     read = chardata.read
     if tokenizer not in ("char", "byte"):
         read = partial(extra("tokenizer").read_corpus, chardata)
         if chars and "tokenizer" not in given:
             tokenizer = ""  # that of the checkpoint, in `chars`
-    return read(files, tokenizer, chars, flags.vocab)
+    return read(files, tokenizer, chars, flags.vocab, val_files)
+
+
+def find_files(data: Sequence[str]) -> list[str]:
+    """Return the files that paths, globs and URLs name, in their order."""
+    found = (
+        extra("remote").download(name) if "://" in name else chardata.list_files(name)
+        for name in data
+    )
+    return [*chain.from_iterable(found)]
+
+
+def name_data(flags: Flags) -> str:
+    """Return the subject of an error about the data."""
+    val_data = f" --val-data {' '.join(flags.val_data)}" if flags.val_data else ""
+    return f"--data {' '.join(flags.data) or '(default text)'}{val_data}: "
 
 
 def load_data(
@@ -557,28 +589,45 @@ def load_data(
     UsageError if the data differs between ranks or from that of the checkpoint.
     """
     chars = saved["vocabulary"]["chars"] if saved else ""
-    corpus = ddp_setup.wait_together(lambda: read_corpus(flags, given, chars), world)
+    # Neither a model from --init-from nor `eval` on other data has the digest "data".
+    other = f"--out {flags.out} has a run with other data: " if "data" in saved else ""
+
+    def read() -> chardata.Corpus:
+        try:
+            return read_corpus(flags, given, chars)
+        except ValueError as error:  # The run could read its data.
+            raise ValueError(f"{other}{error}") from error
+
+    corpus = ddp_setup.wait_together(read, world)
     digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
 
     def check() -> None:
         if corpus.digest != digest:
-            raise ValueError("is not the same as on rank 0")
+            raise ValueError(f"{name_data(flags)}is not the same as on rank 0")
         kind = saved["vocabulary"]["kind"] if saved else corpus.kind
         # The ids in a token file can come from a tokenizer.json.
         if kind != corpus.kind and {kind, corpus.kind} != {"ids", "tokenizer"}:
-            raise ValueError(f"its tokens are of kind {corpus.kind}; the model needs {kind}")
-        if digest != saved.get("data", digest):  # A model from --init-from has no digest.
             raise ValueError(
-                f"is not the data that the run in {flags.out} had; give that, or another --out"
+                f"{other}{name_data(flags)}its tokens are of kind {corpus.kind}; "
+                f"the model needs {kind}"
+            )
+        # Version 0.3 did not hash all, and had no validation files.
+        old = chardata.digest(corpus.tokens, corpus.chars, whole=0)
+        if saved.get("data", digest) not in (digest, corpus.val_tokens or old):
+            raise ValueError(
+                f"{other}{name_data(flags)}is not the data that the run had (an older version "
+                "joined texts without line breaks and end-of-text tokens)"
             )
 
-    with usage_errors(f"--data {flags.data or '(default text)'}: "):
-        ddp_setup.wait_together(check, world)
-        tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
-        block_size = flags.block_size
-        plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
-        val_plan = plan._replace(tokens=val_tokens, batch_size=EVAL_BATCH // block_size or 1)
-        return corpus, plan, val_plan
+    ddp_setup.wait_together(check, world)
+    tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
+    if corpus.val_tokens:
+        tokens = corpus.tokens
+        _, val_tokens = chardata.split(corpus.val_tokens, 1, flags.eval_tokens)
+    block_size = flags.block_size
+    plan = chardata.BatchPlan(tokens, block_size, flags.batch_size, flags.seed, corpus.vocab)
+    val_plan = plan._replace(tokens=val_tokens, batch_size=EVAL_BATCH // block_size or 1)
+    return corpus, plan, val_plan
 
 
 def validate(
@@ -1059,9 +1108,12 @@ for parameter in sample.params:
 
 @click.command("eval", params=[OPTIONS["out"], OPTIONS["device"]])
 @click.option(
-    "--data", type=PATH, help="As in training.  [default: the validation data of the run]"
+    "--data",
+    type=PATH,
+    multiple=True,
+    help="As in training.  [default: the validation data of the run]",
 )
-def evaluate(out: str, device: str, data: str | None) -> None:
+def evaluate(out: str, device: str, data: tuple[str, ...]) -> None:
     """Print the exact loss of the newest checkpoint on a text.
 
     This is the mean over all tokens but the first.
@@ -1073,8 +1125,8 @@ def evaluate(out: str, device: str, data: str | None) -> None:
         model, state = load_model(out, world)
         config = state["config"]
         config["eval_tokens"] = 0  # 0 means all; complete_flags reads config
-        if data is not None:
-            config |= {"data": data, "val_fraction": 1.0}
+        if data:
+            config |= {"data": data, "val_data": (), "val_fraction": 1.0}
             del state["data"]  # the digest of the run's data
         flags = agree_on_flags(Flags(out=out), set(), state, world)
         corpus, _, plan = load_data(flags, set(), state, world)
@@ -1165,13 +1217,12 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise click.UsageError(f"--config {path}: {reason}") from error
-    # Text, as on the command line, so that click refuses 2.9 steps.
-    values = {
-        key.replace("-", "_"): value if isinstance(value, list) and key == "use" else f"{value}"
-        for key, value in table.items()
-    }
-    for name in values:
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    for name, value in values.items():
         check_name(name, OPTIONS, f"--config {path}: key")
+        # Text, as on the command line, so that click refuses 2.9 steps.
+        several = map(str, value if isinstance(value, list) else [value])
+        values[name] = [*several] if OPTIONS[name].multiple else f"{value}"
     # The commands share these flags with the training.
     shared = {name: values[name] for name in ("out", "device") if name in values}
     ctx.default_map = values | {name: shared for name in cli.commands}
@@ -1296,6 +1347,12 @@ def program() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
+    with suppress(ImportError, ValueError, OSError):  # Windows has no `resource`.
+        import resource
+
+        # A mapped file counts as open. The usual soft limit is 1,024, the hard one much higher.
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # In an import of torch, KeyboardInterrupt can get lost or leave torch incomplete. train and
     # spawn replace this handler.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))

@@ -60,7 +60,10 @@ def describe(state: dict[str, Any], metrics: str, config: str) -> str:
             f"{key} {run[key]}" for key in ("torch", "ranks", "device") if key in run
         ),
         "flags": " ".join(
-            f"--{k.replace('_', '-')} {value}" for k, value in c.items() if value is not None
+            f"--{k.replace('_', '-')} {value}"
+            for k, values in c.items()
+            for value in (values if isinstance(values, tuple) else [values])
+            if value is not None
         ),
     }
     return "\n".join(f"{key:<11} {text or 'unknown'}" for key, text in shown.items())

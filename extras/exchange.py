@@ -60,6 +60,11 @@ def read(path: str) -> Model:
             return read_hf(folder)
         if not folder.exists():
             raise ValueError("no such file or folder; models of a hub are not downloaded")
+        if any(folder.glob("pytorch_model*.bin")):
+            raise ValueError(
+                "has only pytorch_model.bin; to get a model.safetensors, load it with transformers "
+                "(from_pretrained) and write it with save_pretrained"
+            )
         if not file.is_file():
             raise ValueError(
                 "is not a file, and not a folder with a checkpoint of run.py, a model.safetensors "

@@ -34,6 +34,8 @@ except ImportError as error:
 # Bytes of text in a piece, and the number of pieces that are encoded in parallel
 PIECE, BATCH = 1 << 16, 32
 LONG = 1 << 25  # bytes of text that take some seconds
+# Names of the token that ends a text, in GPT-2, Llama 3, Llama 2 and T5, Gemma, DeepSeek
+ENDINGS = "<|endoftext|> <|end_of_text|> </s> <eos> <\uff5cend\u2581of\u2581sentence\uff5c>".split()
 CUTS = [re.compile(rf"(?s).*{place}") for place in (r"[^\W\d_](?= [^\W\d_])", r"\S\n(?=\S)")]
 
 
@@ -62,6 +64,12 @@ def encode(text: str, kind: str, tokenizer_json: str) -> np.ndarray:
     return np.array(_encode(load(tokenizer_json), [text])[0], np.uint32)
 
 
+def end_of_text(tokenizer: Tokenizer) -> str:
+    """Return the first of ENDINGS that is an added token of the tokenizer, or "" if none is."""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    return next((name for name in ENDINGS if name in added), "")
+
+
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return the ids of each text, computed in parallel."""
     try:
@@ -75,15 +83,24 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def read_corpus(
-    chardata: ModuleType, files: Sequence[str], path: str, tokenizer_json: str, vocab: int | None
+    chardata: ModuleType,
+    files: Sequence[str],
+    path: str,
+    tokenizer_json: str,
+    vocab: int | None,
+    val_files: Sequence[str] = (),
 ) -> Any:
     """Return a chardata.Corpus of kind "tokenizer". Text files are encoded; .bin and .npy hold ids.
 
     chardata: the module. files: [] means its default text. path: a tokenizer.json. tokenizer_json:
     the text of the one in a checkpoint, or "". If it is not "", it is used, and `path` may be "" or
     a file that is gone. ValueError if the file is another tokenizer. vocab: a number above every
-    id. None means size() rounded up to a multiple of 64.
+    id. None means size() rounded up to a multiple of 64. val_files: become Corpus.val_tokens.
     """
+    if os.path.isdir(path):
+        name = os.path.join(path, "tokenizer.json")
+        advice = f"; give {name}" if os.path.exists(name) else " without a tokenizer.json"
+        raise ValueError(f"--tokenizer {path}: is a folder{advice}")
     exists = os.path.exists(path)
     if not exists and not tokenizer_json:
         raise FileNotFoundError(f"--tokenizer {path}: not char, byte, or an existing file")
@@ -103,12 +120,18 @@ def read_corpus(
     vocab = vocab or -(-needed // 64) * 64
     if needed > vocab:
         raise ValueError(f"{path}: has the id {needed - 1}; the vocabulary ends at {vocab - 1}")
-    if not any(file.endswith((".bin", ".npy")) for file in files):
+    given = [*files, *val_files]
+    if not any(file.endswith((".bin", ".npy")) for file in given):
+        for file in given:
+            chardata.text_start(file)  # raises ValueError if it is not text
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         cache = os.path.join(cache, "ddpkit")
         files = [encode_files(files, tokenizer_json, cache, default=chardata.default_text)]
-    corpus = chardata.read(files, "byte", "", vocab)
+        val_files = [encode_files(val_files, tokenizer_json, cache)] if val_files else []
+    corpus = chardata.read(files, "byte", "", vocab, val_files)
     digest = chardata.digest(corpus.tokens, tokenizer_json)
+    if corpus.val_tokens:
+        digest = chardata.digest(corpus.val_tokens, digest)
     return corpus._replace(kind="tokenizer", chars=tokenizer_json, digest=digest)
 
 
@@ -124,6 +147,9 @@ def encode_files(
 ) -> str:
     """Return the path of a .npy with the ids of text files, one file after the other.
 
+    After each file comes the end_of_text() of the tokenizer, if it has one; else a line break
+    between files that do not end with one. A byte order mark is left out.
+
     The .npy is in the folder `cache`, complete or absent. It is made again if the tokenizer or the
     path, size or time of a file changes. The first process that needs it makes it, and the others
     wait. Its dtype is uint16 if the ids fit, else uint32. default: makes the text if there are no
@@ -137,25 +163,30 @@ def encode_files(
     UnicodeError if a byte is not UTF-8. ValueError if there is no text, or if the tokenizer cannot
     encode it. OSError if the cache cannot be written.
     """
-    texts: list[np.ndarray] = [np.memmap(f, np.uint8, "r") for f in files if os.path.getsize(f)]
     made = "" if files else default()
+    stats = [(os.path.abspath(file), os.stat(file)) for file in files]
+    size = sum(s.st_size for _, s in stats) or len(made.encode())
+    if not size:
+        raise ValueError(f"{', '.join(files) or 'the text'}: is empty")
+    # one after the other, because the number of open files is limited
+    texts: Iterable[np.ndarray] = (np.memmap(file, np.uint8, "r") for file, s in stats if s.st_size)
     if made:
         texts = [np.frombuffer(made.encode(), np.uint8)]
-    if not texts:
-        raise ValueError(f"{', '.join(files) or 'the text'}: is empty")
-    stats = [(os.path.abspath(file), os.stat(file)) for file in files]
     # ctime, because tar can set any mtime
     version = [(file, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
-    key = hashlib.sha256(f"{version}\n{made}\n{tokenizer_json}".encode())
+    # "joined": older versions did not write ends of texts and line breaks.
+    key = hashlib.sha256(f"joined\n{version}\n{made}\n{tokenizer_json}".encode())
     path = os.path.join(cache, key.hexdigest()[:32], "tokens.npy")
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with FileLock(os.path.join(os.path.dirname(path), ".lock")):
         if not os.path.exists(path):
+            if size >= LONG:
+                print(f"Encoding {size / 1e6:,.0f} MB of text; this is done once", file=sys.stderr)
             _make(path, load(tokenizer_json), texts)
     return path
 
 
-def _make(path: str, tokenizer: Tokenizer, texts: Sequence[np.ndarray]) -> None:
+def _make(path: str, tokenizer: Tokenizer, texts: Iterable[np.ndarray]) -> None:
     dtype = np.dtype(np.uint16 if _size(tokenizer) <= 1 << 16 else np.uint32)
     try:
         with open(f"{path}.part", "w+b") as file:
@@ -181,18 +212,30 @@ def _write(file: BinaryIO, ids: Iterable[Sequence[int]], dtype: np.dtype) -> Non
     os.fsync(file.fileno())
 
 
-def _ids(tokenizer: Tokenizer, texts: Sequence[np.ndarray]) -> Iterator[list[int]]:
+def _ids(tokenizer: Tokenizer, texts: Iterable[np.ndarray]) -> Iterator[list[int]]:
     """Yield the ids of each piece of the texts."""
-    pieces = (piece for text in texts for piece in cut(text))
-    if (total := sum(map(len, texts))) >= LONG:
-        print(f"Encoding {total / 1e6:,.0f} MB of text; this is done once", file=sys.stderr)
+    pieces = _pieces(tokenizer, texts)
     while batch := list(islice(pieces, BATCH)):
         yield from _encode(tokenizer, batch)
 
 
+def _pieces(tokenizer: Tokenizer, texts: Iterable[np.ndarray]) -> Iterator[str]:
+    """Yield the texts in pieces, with what encode_files() adds after and between them."""
+    end, line_break, unfinished = end_of_text(tokenizer), "", False
+    with suppress(ValueError):  # Some tokenizers have no line break.
+        line_break = "\n" if not end and _encode(tokenizer, ["\n"]) else ""
+    for text in texts:
+        if unfinished and line_break:
+            yield line_break
+        yield from cut(text)
+        if end:
+            yield end
+        unfinished = text[-1] != ord("\n")
+
+
 def cut(text: np.ndarray) -> Iterator[str]:
     """Yield a text, (n,) uint8 of UTF-8, in pieces; encode_files() says where they end."""
-    decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
+    decoder, rest = codecs.getincrementaldecoder("utf-8-sig")(), ""
     for start in range(0, len(text), PIECE):
         last = start + PIECE >= len(text)
         held = len(decoder.getstate()[0])  # bytes of a character that began in the piece before
@@ -201,7 +244,10 @@ def cut(text: np.ndarray) -> Iterator[str]:
         except UnicodeDecodeError as error:
             name, at = getattr(text, "filename", "the text"), start - held + error.start
             byte = error.object[error.start]
-            raise UnicodeError(f"{name}: byte 0x{byte:02x} at {at} is not UTF-8 text") from None
+            raise UnicodeError(
+                f"{name}: byte 0x{byte:02x} at {at} is not UTF-8 text; convert it: for example, "
+                "iconv -f LATIN1 -t UTF-8 old.txt > new.txt"
+            ) from None
         found = next((match for match in (place.match(rest) for place in CUTS) if match), None)
         end = len(rest) if last or not found else found.end()
         if end:

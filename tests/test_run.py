@@ -477,7 +477,7 @@ def test_token_ids_can_be_trained_on_sampled_and_evaluated(tmp_path):
     assert_one_line(run(*greedy, "--prompt", "the"), "'the' is not a token id")
     assert_one_line(run("--out", out, "--vocab", 64), "--vocab 64 contradicts .*--vocab 77")
     np.save(ids, np.full(100, 77, dtype=np.uint16))
-    assert_one_line(run("eval", "--out", out), "ids.npy: is not the data that the run in")
+    assert_one_line(run("eval", "--out", out), "--out .* has a run with other data: .*ids.npy")
     assert_one_line(run("eval", "--out", out, "--data", ids), "the vocabulary ends at 76")
 
 
@@ -491,6 +491,114 @@ def test_data_that_changes_during_a_training_or_an_evaluation_is_named(monkeypat
     assert_one_line(run("eval", "--out", out), "ids.bin: was changed")
     ran = run(*flags, "--steps", 9)
     assert ran.code == 2 and "ids.bin: was changed" in ran.err and checkpoints(out) == before, ran
+
+
+def two_texts(folder: Path) -> list[Path]:
+    """Write two texts of other characters into files with a space and a colon in their names."""
+    paths = [folder / "a b:1.txt", folder / "a b:2.txt"]
+    for path, words in zip(paths, ("one and two ", "three and four ")):
+        path.write_text(words * 99)
+    return paths
+
+
+GIVEN = {  # more of the command line, of the environment, and of a TOML file, for the text {0} or both
+    "twice": ("--data '{1}' --data '{0}'", "", ""),
+    "a list in the file": ("", "", "data = ['{1}', '{0}']"),
+    "a text in the file": ("", "", "data = '{0}'"),
+    "a variable": ("", "{0}", ""),
+    "the command line wins": ("--data '{1}' --data '{0}'", "no/such", "data = 'no/such'"),
+}
+
+
+@pytest.mark.parametrize("how", GIVEN)
+def test_all_data_that_is_given_is_read_in_this_order(how, tmp_path, monkeypatch):
+    """A second --data replaced the first without a word."""
+    paths = two_texts(tmp_path)
+    line, variable, file = (part.format(*paths) for part in GIVEN[how])
+    (tmp_path / "a.toml").write_text(file)
+    if variable:
+        monkeypatch.setitem(ENVIRONMENT, "DDPKIT_DATA", variable)
+    flags = ["--config", tmp_path / "a.toml", *TINY, "--steps", 1, "--out", tmp_path / "out"]
+    ran = run(*flags, *shlex.split(line))
+    assert ran.code == 0, ran
+    expected = [f"{path}" for path in (paths[::-1] if "{1}" in "".join(GIVEN[how]) else paths[:1])]
+    assert (
+        config(tmp_path / "out")["data"] == [*state(tmp_path / "out")["config"]["data"]] == expected
+    )
+    assert state(tmp_path / "out")["data"] == chardata.read(expected, "char").digest
+
+
+def test_a_run_continues_in_another_working_folder(tmp_path):
+    flags = ["--data", "a.txt", "--val-data", "*.md", "--steps", 2, "--out", tmp_path / "out"]
+    (tmp_path / "a.txt").write_text("one and two " * 99)
+    (tmp_path / "a.md").write_text("one and three " * 9)
+    script = [sys.executable, f"{ROOT}/run.py"]
+    assert run(*TINY, *flags, launcher=script, root=tmp_path).code == 0
+    ran = run("--out", tmp_path / "out", "--steps", 3)
+    assert ran.code == 0 and state(tmp_path / "out")["step"] == 3, ran
+    assert config(tmp_path / "out")["val_data"] == [f"{tmp_path}/*.md"]
+    assert run("eval", "--out", tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("data", ["one", "none"])
+def test_a_checkpoint_of_version_0_3_has_one_text_or_none(data, text, tmp_path):
+    given = ["--data", text] if data == "one" else []
+    assert run(*TINY, *given, "--steps", 1, "--out", tmp_path).code == 0
+    saved = state(tmp_path)
+    saved["config"]["data"] = f"{text}" if given else None
+    del saved["config"]["val_data"]
+    ckpt.save(f"{tmp_path}", saved | {"step": 2}, 2)
+    for more in (["--steps", 3], ["--steps", 4, *given]):
+        ran = run("--out", tmp_path, *more)
+        assert ran.code == 0 and state(tmp_path)["step"] == more[1], ran
+
+
+def test_data_of_which_version_0_3_hashed_a_part_is_still_known(tmp_path):
+    ids = np.arange(17 << 20, dtype=np.uint32).astype(np.uint8)
+    np.save(tmp_path / "ids.npy", ids)
+    flags = ["--data", tmp_path / "ids.npy", "--eval-tokens", 99, "--out", tmp_path / "out"]
+    assert run(*TINY, *flags, "--steps", 1).code == 0
+    old = chardata.digest([ids], whole=0)
+    assert state(tmp_path / "out")["data"] != old
+    ckpt.save(f"{tmp_path}/out", state(tmp_path / "out") | {"data": old, "step": 2}, 2)
+    assert run(*TINY, *flags, "--steps", 3).code == 0
+    assert state(tmp_path / "out")["data"] == chardata.digest([ids])
+    ids[(1 << 20) + 99] ^= 1  # not in the part
+    np.save(tmp_path / "ids.npy", ids)
+    assert_one_line(
+        run(*TINY, *flags, "--steps", 4), "^Error: --out .*/out has a run with other data"
+    )
+
+
+@pytest.mark.parametrize("spawn", [[], ["--spawn", 2]], ids=str)
+def test_validation_data_of_its_own_is_all_and_only_that_is_evaluated(spawn, tmp_path):
+    """Otherwise the end of the last file is used, and a test.txt beside train.txt is trained on."""
+    train, val = two_texts(tmp_path)
+    out, flags = tmp_path / "out", [*TINY, "--data", train, "--eval-tokens", 100, "--steps", 2]
+    ran = run(*flags, "--val-data", val, "--out", out, *spawn)
+    assert ran.code == 0 and " over 100 tokens\n" in ran.out, ran
+    saved, length = state(out), len(train.read_text())
+    assert saved["vocabulary"]["chars"] == "".join(
+        sorted({*train.read_text(), *val.read_text()} | {"\n"})
+    )
+    assert metrics(out)[-1]["step"] == 2 and run("--out", out, "--steps", 3).code == 0
+    windows = length // 16 - 1  # of all training data
+    assert metrics(out)[-2]["epoch"] == round(3 / math.ceil(windows / 8), 4)
+    evaluated = run("eval", "--out", out).out
+    assert f", over {len(val.read_text()) - 1:,} tokens" in evaluated
+    assert run("eval", "--out", out, "--data", val).out == evaluated
+    val.write_text(val.read_text()[:-1])
+    for more in ([], ["--steps", 9, "--data", train, "--val-data", val]):
+        ran = run(*(more or ["eval"]), "--out", out)
+        assert_one_line(
+            ran, "^Error: --out .*/out has a run with other data: .*val-data .*is not the"
+        )
+    none = run(*flags, "--out", tmp_path / "none")
+    assert none.code == 0
+    ran = run(*flags, "--val-data", train, "--out", tmp_path / "none")
+    assert_one_line(
+        ran, "--out .*/none has a run with other data: ", "is in --data and in --val-data"
+    )
 
 
 def test_one_validation_token_is_no_validation_data(text, tmp_path):
@@ -532,7 +640,14 @@ def test_metrics_and_printed_lines_have_the_documented_values(fifty, text):
         hours, minutes, left = map(int, eta.split(":"))
         expected = (counts[-1] - record["tokens"]) / record["tokens_per_s"]
         assert 3600 * hours + 60 * minutes + left == pytest.approx(expected, abs=0.6)
-    expected = {"data": f"{text}", "batch_size": 10, "tokenizer": "char", "ranks": 3, "steps": 50}
+    expected = {
+        "data": [f"{text}"],
+        "val_data": [],
+        "batch_size": 10,
+        "tokenizer": "char",
+        "ranks": 3,
+        "steps": 50,
+    }
     expected |= {"device": "cpu", "peak_flops_source": "measured", "torch": torch.__version__}
     assert expected.items() <= config(out).items() and config(out)["peak_flops"] > 1e6
     very_long = dict(step=1, epoch=0.0, loss=3.0, lr=0.1, tokens_per_s=1.0)
@@ -899,6 +1014,18 @@ def test_a_module_that_is_missing_is_named_in_one_line(tmp_path):
 # --- promise 8: bad input gives one line, and nothing is written ---
 
 
+@pytest.mark.parametrize("spawn", [[], ["--spawn", 2]], ids=str)
+def test_as_many_files_as_the_hard_limit_allows_are_read(spawn, tmp_path):
+    """The soft limit is 1,024 on most systems, and a mapped file counts as open."""
+    for i in range(200):
+        np.save(tmp_path / f"{i}.npy", np.arange(9, dtype=np.uint8))
+    limits = ["bash", "-c", 'ulimit -Sn 150; ulimit -Hn {}; exec "$0" run.py "$@"', sys.executable]
+    flags = [*TINY, "--data", tmp_path / "*.npy", "--steps", 1, *spawn, "--out", tmp_path / "out"]
+    for hard, code, error in (190, 2, "many open files; use fewer.*`ulimit -n`\n"), (400, 0, ""):
+        ran = run(*flags, launcher=[*limits[:2], limits[2].format(hard), limits[3]])
+        assert ran.code == code and re.search(f"^(Error: .*{error})?$", ran.err), ran
+
+
 def test_a_run_does_not_begin_where_another_runs_or_has_just_written(text, tmp_path):
     """Between the reading of a checkpoint and the lock, another run can write a newer one."""
     out = f"{tmp_path}"
@@ -917,7 +1044,12 @@ CASES = {
     "--data no/such.txt": "no/such.txt",
     "--data {bad}/empty.txt": "empty.txt.*empty",
     "--data {bad}/short.txt": "short.txt.*16",
-    "--data {bad}/latin.txt": "latin.txt.*0xe9 in position 3.*byte",
+    "--data {bad}/latin.txt": "latin.txt.*0xe9 in position 3.*iconv",
+    "--data {bad}/gzip.txt --tokenizer byte": "gzip.txt: is a gzip file",
+    "--data {bad}/ids.bin --vocab 65537": "ids.bin: .*uint32.* .npy",
+    "--val-data no/such.txt": "no/such.txt",
+    "--val-data {bad}/empty.txt": "empty.txt.*empty",
+    "--val-data {bad}/ids.bin": "cannot be mixed",
     "--data {bad}/pipe.bin": "/pipe.bin.*not a regular file",
     "--data {bad}/texts": "/texts.*folder",
     "--vocab 100": "text.txt.*is text.*100",
@@ -950,8 +1082,14 @@ CASES = {
     "--config {bad}/value.toml": "--keep.*'many'",
     "--out {trained} --embd 32": "--embd 32 contradicts.*--embd 16",
     "--out {trained} --seed 1": "--seed 1 contradicts.*--seed 0",
-    "--out {trained} --data {bad}/other.txt": "/other.txt: is not the data.*another --out",
-    "--out {trained} --data README.md": "cannot continue.*README.md.*'#'.*18.*another --out",
+    "--out {trained} --data {bad}/other.txt": "^Error: --out .* has a run with other data.*other.txt"
+    ".*another --out",
+    "--out {trained} --data README.md": "^Error: --out .* has a run with other data: .*README.md.*'#'"
+    ".*18.*another --out",
+    "--out {trained} --data {bad}/ids.bin": "^Error: --out .* has a run with other data: .*kind ids"
+    ".*another --out",
+    "--out {trained} --data no/such.txt": "^Error: 'no/such.txt': no such file.*another --out",
+    "eval --out {trained} --data README.md": "^Error: .*README.md: character '#'",
     "sample --out {bad}/new": "/new.*no checkpoint",
     "sample --tokens 9": "--tokens.*--max-new-tokens",
     "sample --out {bad}/shape": "step-00000001-.*head.weight.*\\(18, 32\\)",
@@ -977,6 +1115,7 @@ def bad(undisturbed, tmp_path_factory) -> Path:
         "latin.txt": b"caf\xe9 " * 999,
         "other.txt": b"the model " * 99,
         "ids.bin": bytes(range(16)) * 99,
+        "gzip.txt": b"\x1f\x8b\x08",
         "name.toml": b"batchsize = 8",
         "value.toml": b"keep = 'many'",
     }.items():
@@ -1000,12 +1139,13 @@ def test_bad_input_gives_one_line_and_writes_nothing(bad, undisturbed, text, mon
     while words and "=" in words[0]:
         monkeypatch.setitem(ENVIRONMENT, *words.pop(0).split("="))
     command = len(words) > 1 and words[0] in ("sample", "eval")
-    start = [] if command else [*TINY, "--data", text, "--steps", 2, "--out", bad / "new"]
+    data = [] if "--data" in words else ["--data", text]
+    start = [] if command else [*TINY, *data, "--steps", 2, "--out", bad / "new"]
     before = contents(bad), contents(trained)
     ran = run(*start, *words)
     assert_one_line(ran, CASES[case])
     # Only a run that is resumed is told how to continue it.
-    assert ("cannot continue the run" in ran.err) == ("cannot" in CASES[case])
+    assert ("give the --data that the run had" in ran.err) == ("another --out" in CASES[case])
     assert (contents(bad), contents(trained)) == before and not (bad / "new").exists()
 
 

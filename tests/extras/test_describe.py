@@ -36,7 +36,7 @@ STATE = {
     "model": {"a": (w := torch.ones(3, 4)), "tied": w, "b": torch.ones(5)},
     "optimizers": [{"state": {"a": {"step": torch.ones(()), "m": torch.ones(3, 4)}}}, {}],
     "step": 1200,
-    "config": {**SIZES, "data": None, "lr": 0.1},
+    "config": {**SIZES, "data": ("a", "b"), "val_data": (), "steps": None, "lr": 0.1},
     "vocabulary": {"vocab": 3, "kind": "char", "chars": "abc"},
 }
 
@@ -55,7 +55,8 @@ def test_a_description_counts_tied_weights_once_and_takes_the_last_metrics():
         "trained     1,200 steps; 128 tokens, unknown epochs",
         "loss        training 3.0000, validation 2.5000",
         "made with   torch 2, ranks 4",
-        "flags       --arch gpt2 --layers 2 --heads 1 --embd 4 --block-size 8 --lr 0.1",
+        "flags       --arch gpt2 --layers 2 --heads 1 --embd 4 --block-size 8 "
+        "--data a --data b --lr 0.1",
     ]
 
 

@@ -285,7 +285,12 @@ def test_flags_that_contradict_an_imported_model_are_an_error_of_one_line(
     exported, trained, text, tmp_path
 ):
     begin = ["--data", text, "--out", tmp_path / "out", "--init-from", exported]
+    old, wordless = tmp_path / "old", shutil.copytree(exported, tmp_path / "wordless")
+    old.mkdir(), (old / "pytorch_model.bin").touch()
+    (wordless / "tokenizer.json").unlink()
     for more, said in (
+        (["--init-from", old], [f"{old}: has only pytorch_model.bin", "save_pretrained"]),
+        (["--init-from", wordless], [text, "needs its tokenizer", ".npy"]),
         (["--layers", 3], ["--layers 3", "--layers 1", "or start without --init-from"]),
         (["--arch", "modern"], ["--arch modern", "--arch gpt2"]),
         (["--init-from", ROOT / "tests"], [ROOT / "tests", "model.safetensors", "ckpt.pt"]),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -96,9 +97,53 @@ def test_a_text_in_many_pieces_has_the_ids_of_the_whole_text(monkeypatch, cache,
     assert found.tolist() == ids(README, words) + ids("and more", words)
 
 
+ENDINGS = [
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_text_token_follows_each_file(cache, ending):
+    """Otherwise the model learns that one document continues in the next."""
+    made = tokenizers.Tokenizer.from_str(GPT2)
+    made.add_tokens(["plain"])
+    made.add_special_tokens(["<|im_end|>", ending])
+    words = made.to_str()
+    end = [made.token_to_id(ending)]
+    expected = ids("one", words) + end + ids("two\n", words) + end
+    assert encoded(cache, ["one", "", "two\n"], words).tolist() == expected
+    assert tokenizer.end_of_text(made) == ending
+    assert tokenizer.end_of_text(tokenizers.Tokenizer.from_str(GPT2)) == ""
+
+
+def test_without_an_end_of_text_token_a_line_break_divides_two_texts(cache):
+    expected = ids("one") + ids("\n") + ids("two\n") + ids("three")
+    assert encoded(cache, ["one", "two\n", "", "three", ""]).tolist() == expected
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
+    words = json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+    assert encoded(cache, ["a", "b"], words).tolist() == [0, 1]  # it has no line break
+
+
+def test_a_byte_order_mark_at_the_start_of_a_text_is_no_token(cache):
+    assert encoded(cache, ["\ufeffone\n", "two"]).tolist() == ids("one\n") + ids("two")
+
+
+def test_more_files_than_a_process_can_open_are_encoded(cache):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, limits[1]))
+    try:
+        assert encoded(cache, ["a\n"] * 200).tolist() == ids("a\n") * 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_text_that_cannot_be_encoded_is_an_error_with_its_place(monkeypatch, cache):
     monkeypatch.setattr(tokenizer, "PIECE", 7)
-    with pytest.raises(UnicodeError, match=r"0\.txt: byte 0xe9 at 13 is not UTF-8"):
+    with pytest.raises(UnicodeError, match=r"0\.txt: byte 0xe9 at 13 is not UTF-8.*iconv"):
         encoded(cache, ["é123456789é".encode() + b"\xe9 abc"])
     assert not [*cache.glob("*/tokens*")]
     with pytest.raises(ValueError, match=r"0\.txt: is empty"):
@@ -243,16 +288,31 @@ def test_an_exported_model_has_the_tokenizer_and_training_starts_from_it(made, t
     mistaken(run(*begin, *other), "id 448", "ends at 447")
 
 
+def test_validation_data_of_its_own_is_encoded_too(made, tmp_path):
+    flags, path, text = made
+    val, out = tmp_path / "val.txt", tmp_path / "out"
+    val.write_text("and more of it")
+    ran = run(*flags, "--val-data", val, "--out", out, "--spawn", 2)
+    assert ran.code == 0 and run("--out", out, "--steps", 7).code == 0, ran
+    expected = f"over {len(ids(val.read_text())) - 1:,} tokens"
+    assert expected in ran.out and expected in run("eval", "--out", out).out
+    val.write_text("and other of it")
+    mistaken(run("--out", out, "--steps", 8), "has a run with other data: ", "--val-data")
+
+
 def test_ids_that_another_program_made_give_the_same_training(made, tmp_path):
     flags, path, text = made
     np.save(tmp_path / "ids.npy", np.array(ids(text.read_text()), np.uint16))
-    ran = run(*flags, "--out", tmp_path / "a", "--data", tmp_path / "ids.npy")
+    theirs = [tmp_path / "ids.npy" if flag == text else flag for flag in flags]
+    ran = run(*theirs, "--out", tmp_path / "a")
     assert ran.code == 0 and run(*flags, "--out", tmp_path / "b").code == 0, ran
     assert same_training(tmp_path / "a", tmp_path / "b")
 
 
 def test_data_that_cannot_be_encoded_are_an_error_of_one_line(made, tmp_path):
     other, latin = tmp_path / "other.json", tmp_path / "latin.txt"
+    folder, zipped = tmp_path / "folder", tmp_path / "x.gz"
+    folder.mkdir(), zipped.write_bytes(b"\x1f\x8b\x08")
     other.write_text('{"a": 1}')
     latin.write_bytes(b"caf\xe9 " * 99)
     (tmp_path / "tokenizers.py").write_text("raise ImportError")
@@ -265,6 +325,9 @@ def test_data_that_cannot_be_encoded_are_an_error_of_one_line(made, tmp_path):
         ),
         (["--tokenizer", other], ["not a tokenizer.json"], {}),
         (["--data", latin], ["latin.txt", "0xe9 at 3", "UTF-8"], {}),
+        (["--data", zipped], ["x.gz: is a gzip file"], {}),
+        (["--tokenizer", tmp_path], [f"is a folder; give {tmp_path}/tokenizer.json"], {}),
+        (["--tokenizer", folder], ["is a folder without a tokenizer.json"], {}),
         (["--vocab", 300], ["id 399", "ends at 299"], {}),
         ([], ["pip install tokenizers"], {"env": {"PYTHONPATH": f"{tmp_path}"}}),
     ):
