@@ -39,7 +39,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import cache, partial
-from itertools import chain, islice, tee
+from itertools import chain, islice, takewhile, tee
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -612,8 +612,10 @@ def load_data(
                 f"the model needs {kind}"
             )
         # Version 0.3 did not hash all, and had no validation files.
-        old = chardata.digest(corpus.tokens, corpus.chars, whole=0)
-        if saved.get("data", digest) not in (digest, corpus.val_tokens or old):
+        theirs = saved.get("data", digest)  # A model from --init-from has no digest.
+        if theirs != digest and (
+            corpus.val_tokens or theirs != chardata.digest(corpus.tokens, corpus.chars, whole=0)
+        ):
             raise ValueError(
                 f"{other}{name_data(flags)}is not the data that the run had (an older version "
                 "joined texts without line breaks and end-of-text tokens)"
@@ -1034,6 +1036,8 @@ def sample(
 ) -> None:
     """Print text that the newest checkpoint generates.
 
+    The end-of-text token of a tokenizer.json ends a text.
+
     \b
       python run.py sample --prompt "The " --max-new-tokens 200
     """
@@ -1056,8 +1060,9 @@ def sample(
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), seed=seed, **settings)
         generated = islice(generated, max_new_tokens)
     if world.rank == 0:
+        end = codec.end_id(chars) if kind == "tokenizer" else None
         print_texts(
-            ids, generated, num_samples, lambda tokens: codec.decode(tokens, kind, chars), stop
+            ids, generated, num_samples, lambda tokens: codec.decode(tokens, kind, chars), stop, end
         )
 
 
@@ -1072,16 +1077,19 @@ def print_texts(
     count: int,
     decode: Callable[[Iterable[int]], Iterator[str]],
     stop: str,
+    end: int | None,
 ) -> None:
     """Print `count` texts that begin with `ids`. generated: yields the next tokens of all texts.
 
-    `generated` is lazy, so the first text is printed while it grows.
+    A text ends before the token `end`, and before the text `stop`. `generated` is lazy, so the
+    first text is printed while it grows.
     """
     prompt = len("".join(decode(ids)))
     for row, batches in enumerate(tee(generated, count)):
         if row:
             click.echo("-" * 20)
-        pieces = decode(chain(ids, (int(batch[row]) for batch in batches)))
+        tokens = takewhile(lambda token: token != end, (int(batch[row]) for batch in batches))
+        pieces = decode(chain(ids, tokens))
         for piece in cut_at(stop, prompt, pieces) if stop else pieces:
             click.echo(piece, nl=False)
         click.echo()

@@ -70,6 +70,12 @@ def end_of_text(tokenizer: Tokenizer) -> str:
     return next((name for name in ENDINGS if name in added), "")
 
 
+def end_id(tokenizer_json: str) -> int | None:
+    """Return the id of the token that end_of_text returns, or None if there is none."""
+    tokenizer = load(tokenizer_json)
+    return tokenizer.token_to_id(end_of_text(tokenizer))
+
+
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return the ids of each text, computed in parallel."""
     try:

@@ -44,8 +44,8 @@ def count_targets(batch):
 
 
 # The model returns the mean over the targets of a micro-batch. The mean of the means of unequal
-# parts is not the mean of the whole, so train_ needs the sum and the count. (Leave out micro-batches
-# without a target: their mean is NaN.)
+# parts is not the mean of the whole, so train_ needs the sum and the count. (Leave out
+# micro-batches without a target: their mean is NaN.)
 loss_fn = loop.from_mean(lambda model, batch: model(**batch).loss, count_targets)
 
 

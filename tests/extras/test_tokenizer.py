@@ -120,6 +120,20 @@ def test_the_end_of_text_token_follows_each_file(cache, ending):
     assert tokenizer.end_of_text(tokenizers.Tokenizer.from_str(GPT2)) == ""
 
 
+def test_a_sample_ends_at_the_end_of_text_token(cache, tmp_path):
+    made = tokenizers.Tokenizer.from_str(GPT2)
+    made.add_special_tokens(["<|endoftext|>"])
+    path = tmp_path / "tokenizer.json"
+    path.write_text(made.to_str())
+    for name in range(300):
+        (tmp_path / f"{name}.txt").write_text("the cat")
+    out, data = tmp_path / "out", ["--data", tmp_path / "*.txt", "--tokenizer", path]
+    ran = run(*TINY, *data, "--out", out, "--steps", 40, "--lr", 0.02, "--warmup", 1)
+    assert ran.code == 0, ran
+    ran = run("sample", "--out", out, "--prompt", "the", "--temperature", 0, "--num-samples", 2)
+    assert ran.out == f"the cat\n{'-' * 20}\nthe cat\n", ran
+
+
 def test_without_an_end_of_text_token_a_line_break_divides_two_texts(cache):
     expected = ids("one") + ids("\n") + ids("two\n") + ids("three")
     assert encoded(cache, ["one", "two\n", "", "three", ""]).tolist() == expected
