@@ -91,7 +91,6 @@ EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 SAVE_PART = 0.7
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 ADVICE = "To continue, give a higher {}; for a new run, name another --out."
-DATA_ADVICE = "; give the --data that the run had, or none if it had none; or name another --out"
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -290,11 +289,11 @@ def train(
     flags = agree_on_flags(asked, given, saved, world)
     start_step = saved.get("step", 0)
     subject = f"cannot continue the run in {flags.out}: " if start_step else ""
-    with usage_errors(subject, DATA_ADVICE if start_step else ""):
+    with usage_errors(subject, data_advice(flags) if start_step else ""):
         corpus, plan, val_plan = load_data(flags, given, saved, world)
     with usage_errors(f"--data {flags.data or '(default text)'}: "):
         steps_per_epoch = ddp_setup.wait_together(lambda: chardata.steps_per_epoch(plan), world)
-    total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
+    total, lr_factor = make_schedule(vars(flags), steps_per_epoch)
     tokens_at = partial(chardata.tokens_before, plan)
     if start_step >= total:
         if rank0:
@@ -324,12 +323,14 @@ def train(
 
     # Nothing is written to --out before this line.
     settings = vars(flags) | {"compile": compiled, "vocab": corpus.vocab}
+    machine = ddp_setup.from_rank_zero(lambda: describe_machine(world, dtype), world)
     constants = {
         "data": corpus.digest,
+        "ranks": world.size,
+        "threads": machine["threads"],
         "config": {key: settings[key] for key in settings if key not in NOT_RESTORED},
         "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
     }
-    machine = ddp_setup.from_rank_zero(lambda: describe_machine(world, dtype), world)
     peak_rate = machine["peak_flops"] / flops  # tokens/s
     with usage_errors(f"--out {flags.out}: ", together=True):
         _lock = ddp_setup.wait_together(  # is held while this name exists
@@ -338,6 +339,8 @@ def train(
         check_folder(flags.out)
     if rank0:
         say(describe_run(model, world, settings, start_step + 1, total))
+        for line in describe_changes(flags, saved, machine, steps_per_epoch):
+            say(line)
     pool = start_save_thread()
     # The latest save of this rank and its deadline. The first save does nothing.
     writing = pool.submit(bool), time.monotonic() + SAVE_PART * flags.timeout
@@ -350,8 +353,6 @@ def train(
         plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
     )
     steps, loss_fn = wrap_steps(batches, gpt.loss)
-    floor = flags.min_lr / flags.lr
-    lr_factor = partial(loop.linear, total=total, warmup_steps=flags.warmup, floor=floor)
     training = loop.train_(
         replica,
         optimizers,
@@ -544,6 +545,16 @@ def read_corpus(flags: Flags, given: set[str], chars: str) -> chardata.Corpus:
     return read(files, tokenizer, chars, flags.vocab)
 
 
+def data_advice(flags: Flags) -> str:
+    """Return what to do if the data is not that of the checkpoint. flags: completed by it."""
+    if flags.data is None:
+        return (
+            "; the default text is Python's own help, which differs between versions of Python: "
+            "continue with the Python that began the run, or name another --out"
+        )
+    return "; give the --data that the run had, or none if it had none; or name another --out"
+
+
 def load_data(
     flags: Flags, given: set[str], saved: Values, world: ddp_setup.World
 ) -> tuple[chardata.Corpus, chardata.BatchPlan, chardata.BatchPlan]:
@@ -563,9 +574,7 @@ def load_data(
         if kind != corpus.kind and {kind, corpus.kind} != {"ids", "tokenizer"}:
             raise ValueError(f"its tokens are of kind {corpus.kind}; the model needs {kind}")
         if digest != saved.get("data", digest):  # A model from --init-from has no digest.
-            raise ValueError(
-                f"is not the data that the run in {flags.out} had; give that, or another --out"
-            )
+            raise ValueError(f"is not the data that the run in {flags.out} had{data_advice(flags)}")
 
     with usage_errors(f"--data {flags.data or '(default text)'}: "):
         ddp_setup.wait_together(check, world)
@@ -588,6 +597,16 @@ def validate(
     batches = chardata.every_window(plan, rank=world.rank, world_size=world.size)
     batches, loss_fn, stop = wrap(model, batches, gpt.loss, stop=stop)
     return loop.evaluate(model, batches, loss_fn, dtype, stop)
+
+
+def make_schedule(values: Values, steps_per_epoch: int) -> tuple[int, Callable[[int], float]]:
+    """Return the number of steps, and the function that computes the factor for the learning rate.
+
+    values: the flags.
+    """
+    total = min(values["epochs"] * steps_per_epoch, values["steps"] or sys.maxsize)
+    floor = values["min_lr"] / values["lr"]
+    return total, partial(loop.linear, total=total, warmup_steps=values["warmup"], floor=floor)
 
 
 def model_config(values: Values) -> gpt.Config:
@@ -716,6 +735,7 @@ def describe_machine(world: ddp_setup.World, dtype: torch.dtype) -> Values:
         "ranks": world.size,
         "device": f"{world.device}",
         "torch": f"{torch.__version__}",
+        "threads": torch.get_num_threads() if world.device.type == "cpu" else 0,
         "peak_flops": peak * world.size,
         "peak_flops_source": source,
     }
@@ -841,6 +861,37 @@ def describe_run(
         f"steps {first} to {total}, {'continuing the run in' if first > 1 else 'in'} "
         f"{settings['out']}"
     )
+
+
+def describe_changes(
+    flags: Flags, saved: Values, machine: Values, steps_per_epoch: int
+) -> Iterator[str]:
+    """Yield the lines to print if rates or rounding are not what the user may expect.
+
+    saved: the checkpoint, or {}. machine: what describe_machine returned.
+    """
+    total, factor = make_schedule(vars(flags), steps_per_epoch)
+    if total <= flags.warmup:
+        yield (
+            f"--warmup {flags.warmup} is not below the {total} steps: the learning rate rises to "
+            f"{flags.lr * factor(total - 1):.1e} and never decays."
+        )
+    if step := saved.get("step"):
+        old = vars(flags) | saved["config"]
+        _, old_factor = make_schedule(old, steps_per_epoch)
+        last, expected = (old["lr"] * old_factor(i) for i in (step - 1, step))
+        rate = flags.lr * factor(step)
+        if abs(rate - expected) > abs(expected - last):
+            yield (
+                f"The learning rate was {last:.1e} in step {step}, and is {rate:.1e} in step "
+                f"{step + 1}, because it follows other flags than before."
+            )
+    threads = machine["threads"]
+    if saved.get("ranks") == machine["ranks"] and 0 < threads != saved["threads"] > 0:
+        yield (
+            f"Each rank now has {threads} CPU threads, and had {saved['threads']}: the weights may "
+            "differ by rounding from those of an unbroken run."
+        )
 
 
 def format_record(record: Values, total: int, seconds_left: float) -> str:
