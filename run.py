@@ -873,7 +873,7 @@ def describe_changes(
     total, factor = make_schedule(vars(flags), steps_per_epoch)
     if total <= flags.warmup:
         yield (
-            f"--warmup {flags.warmup} is not below the {total} steps: the learning rate rises to "
+            f"With {total} steps and --warmup {flags.warmup}, the learning rate rises to "
             f"{flags.lr * factor(total - 1):.1e} and never decays."
         )
     if step := saved.get("step"):
@@ -884,12 +884,12 @@ def describe_changes(
         if abs(rate - expected) > abs(expected - last):
             yield (
                 f"The learning rate was {last:.1e} in step {step}, and is {rate:.1e} in step "
-                f"{step + 1}, because it follows other flags than before."
+                f"{step + 1}, because --steps or another flag of its schedule was changed."
             )
     threads = machine["threads"]
     if saved.get("ranks") == machine["ranks"] and 0 < threads != saved["threads"] > 0:
         yield (
-            f"Each rank now has {threads} CPU threads, and had {saved['threads']}: the weights may "
+            f"CPU threads of each rank: now {threads}, before {saved['threads']}. The weights may "
             "differ by rounding from those of an unbroken run."
         )
 

@@ -239,10 +239,10 @@ def test_a_resumed_run_keeps_its_flags_unless_others_are_given_and_some_cannot_b
         ({"step": 9, "steps": 70}, ""),  # still warming up, as before
         (
             {"step": 0, "steps": 9, "warmup": 10},
-            "10 is not below .* 9 steps: .* rises to 5.4e-03 an",
+            "With 9 steps and --warmup 10, .* rises to 5.4e-03 and never",
         ),
-        ({"step": 0, "steps": 20}, "--warmup 20 is not below .* 20 steps: .* rises to 6.0e-03 and"),
-        ({"ranks": 2, "threads": 3}, "Each rank now has 3 CPU threads, and had 2: the weights may"),
+        ({"step": 0, "steps": 20}, "With 20 steps and --warmup 20, .* to 6.0e-03 and never"),
+        ({"ranks": 2, "threads": 3}, "CPU threads of each rank: now 3, before 2. The weights may"),
         ({"threads": 3}, ""),  # with another number of ranks, rounding differs anyway
         ({"ranks": 2, "threads": 0}, ""),  # on a GPU
     ],
@@ -265,7 +265,7 @@ def test_a_resume_with_another_number_of_threads_says_so(undisturbed, monkeypatc
     ran = run("--out", out, "--steps", 101)
     torch.set_num_threads(threads)
     assert ran.code == 0, ran
-    assert f"\nEach rank now has {threads + 1} CPU threads, and had {threads}: the" in ran.out, ran
+    assert f"\nCPU threads of each rank: now {threads + 1}, before {threads}. The" in ran.out, ran
 
 
 @pytest.mark.parametrize("more", ["", "Ω"], ids=["same characters", "other characters"])
