@@ -264,7 +264,7 @@ def _read_flags(read: Reader, step: int, declared: float, patience: int, model: 
             f"but loss_fn counted {counted:.12g}"
         )
     # All ranks have the same loss, so they can communicate here.
-    if not math.isfinite(loss_sum) and (names := sum(_gather(_find_nan(model)), [])):
+    if not math.isfinite(loss_sum) and (names := [*chain(*_gather(_find_nan(model)))]):
         raise Diverged(
             f"step {step}: the loss is not finite, and the buffer {names[0]} contains NaN for "
             "ever; the last checkpoint before this step is good"

@@ -91,7 +91,6 @@ EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 SAVE_PART = 0.7
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
 ADVICE = "To continue, give a higher {}; for a new run, name another --out."
-DATA_ADVICE = "; give the --data that the run had, or none if it had none; or name another --out"
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -309,11 +308,11 @@ def train(
     )
     flags = agree_on_flags(asked, given, saved, world)
     start_step = saved.get("step", 0)
-    with usage_errors("", DATA_ADVICE if start_step else ""):
+    with usage_errors("", data_advice(flags) if start_step else ""):
         corpus, plan, val_plan = load_data(flags, given, saved, world)
     with usage_errors(name_data(flags)):
         steps_per_epoch = ddp_setup.wait_together(lambda: chardata.steps_per_epoch(plan), world)
-    total = min(flags.epochs * steps_per_epoch, flags.steps or sys.maxsize)
+    total, lr_factor = make_schedule(vars(flags), steps_per_epoch)
     tokens_at = partial(chardata.tokens_before, plan)
     if start_step >= total:
         if rank0:
@@ -346,12 +345,14 @@ def train(
     for name in ("data", "val_data"):  # for a start in another working folder
         paths = (path if "://" in path else os.path.abspath(path) for path in settings[name])
         settings[name] = tuple(paths)
+    machine = ddp_setup.from_rank_zero(lambda: describe_machine(world, dtype), world)
     constants = {
         "data": corpus.digest,
+        "ranks": world.size,
+        "threads": machine["threads"],
         "config": {key: settings[key] for key in settings if key not in NOT_RESTORED},
         "vocabulary": {"vocab": corpus.vocab, "kind": corpus.kind, "chars": corpus.chars},
     }
-    machine = ddp_setup.from_rank_zero(lambda: describe_machine(world, dtype), world)
     peak_rate = machine["peak_flops"] / flops  # tokens/s
     with usage_errors(f"--out {flags.out}: ", together=True):
         _lock = ddp_setup.wait_together(  # is held while this name exists
@@ -360,6 +361,8 @@ def train(
         check_folder(flags.out)
     if rank0:
         say(describe_run(model, world, settings, start_step + 1, total))
+        for line in describe_changes(flags, saved, machine, steps_per_epoch):
+            say(line)
     pool = start_save_thread()
     # The latest save of this rank and its deadline. The first save does nothing.
     writing = pool.submit(bool), time.monotonic() + SAVE_PART * flags.timeout
@@ -372,7 +375,6 @@ def train(
         plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
     )
     steps, loss_fn = wrap_steps(batches, gpt.loss)
-    lr_factor = make_schedule(flags, total)
     training = loop.train_(
         replica,
         optimizers,
@@ -581,6 +583,16 @@ def name_data(flags: Flags) -> str:
     return f"--data {' '.join(flags.data) or '(default text)'}{val_data}: "
 
 
+def data_advice(flags: Flags) -> str:
+    """Return what to do if the data is not that of the checkpoint. flags: completed by it."""
+    if not flags.data:
+        return (
+            "; the default text is Python's own help, which differs between versions of Python: "
+            "continue with the Python that began the run, or name another --out"
+        )
+    return "; give the --data that the run had, or none if it had none; or name another --out"
+
+
 def load_data(
     flags: Flags, given: set[str], saved: Values, world: ddp_setup.World
 ) -> tuple[chardata.Corpus, chardata.BatchPlan, chardata.BatchPlan]:
@@ -646,6 +658,21 @@ def validate(
     return loop.evaluate(model, batches, loss_fn, dtype, stop)
 
 
+def make_schedule(values: Values, steps_per_epoch: int) -> tuple[int, Callable[[int], float]]:
+    """Return the number of steps, and the function that computes the factor for the learning rate.
+
+    values: the flags.
+    """
+    total = min(values["epochs"] * steps_per_epoch, values["steps"] or sys.maxsize)
+    # Version 0.3 had no "schedule".
+    kind = values.get("schedule")
+    decay_steps = math.ceil(total / 5) if kind == "constant" else None
+    linear = partial(loop.linear, decay_steps=decay_steps)
+    shape: Callable[..., float] = loop.cosine if kind == "cosine" else linear
+    floor = values["min_lr"] / values["lr"]
+    return total, partial(shape, total=total, warmup_steps=values["warmup"], floor=floor)
+
+
 def model_config(values: Values) -> gpt.Config:
     """Return the values that define the model."""
     return gpt.Config(**{name: values[name] for name in gpt.Config._fields})
@@ -687,18 +714,6 @@ def make_optimizers(
         for name, parameters in groups.items()
     ]
     return [torch.optim.AdamW(settings, lr, (0.9, 0.95), fused=True), *muon]
-
-
-def make_schedule(flags: Flags, total: int) -> Callable[[int], float]:
-    """Return the function that gives the factor for --lr in a step. total: steps of the run."""
-    decay_steps = math.ceil(total / 5) if flags.schedule == "constant" else None
-    linear = partial(loop.linear, decay_steps=decay_steps)
-    return partial(
-        loop.cosine if flags.schedule == "cosine" else linear,
-        total=total,
-        warmup_steps=flags.warmup,
-        floor=flags.min_lr / flags.lr,
-    )
 
 
 def start_save_thread() -> ThreadPoolExecutor:
@@ -784,6 +799,7 @@ def describe_machine(world: ddp_setup.World, dtype: torch.dtype) -> Values:
         "ranks": world.size,
         "device": f"{world.device}",
         "torch": f"{torch.__version__}",
+        "threads": torch.get_num_threads() if world.device.type == "cpu" else 0,
         "peak_flops": peak * world.size,
         "peak_flops_source": source,
     }
@@ -909,6 +925,37 @@ def describe_run(
         f"steps {first} to {total}, {'continuing the run in' if first > 1 else 'in'} "
         f"{settings['out']}"
     )
+
+
+def describe_changes(
+    flags: Flags, saved: Values, machine: Values, steps_per_epoch: int
+) -> Iterator[str]:
+    """Yield the lines to print if rates or rounding are not what the user may expect.
+
+    saved: the checkpoint, or {}. machine: what describe_machine returned.
+    """
+    total, factor = make_schedule(vars(flags), steps_per_epoch)
+    if total <= flags.warmup:
+        yield (
+            f"With {total} steps and --warmup {flags.warmup}, the learning rate rises to "
+            f"{flags.lr * factor(total - 1):.1e} and never decays."
+        )
+    if step := saved.get("step"):
+        old = vars(flags) | saved["config"]
+        _, old_factor = make_schedule(old, steps_per_epoch)
+        last, expected = (old["lr"] * old_factor(i) for i in (step - 1, step))
+        rate = flags.lr * factor(step)
+        if abs(rate - expected) > abs(expected - last):
+            yield (
+                f"The learning rate was {last:.1e} in step {step}, and is {rate:.1e} in step "
+                f"{step + 1}, because --steps or another flag of its schedule was changed."
+            )
+    threads = machine["threads"]
+    if saved.get("ranks") == machine["ranks"] and 0 < threads != saved["threads"] > 0:
+        yield (
+            f"CPU threads of each rank: now {threads}, before {saved['threads']}. The weights may "
+            "differ by rounding from those of an unbroken run."
+        )
 
 
 def format_record(record: Values, total: int, seconds_left: float) -> str:

@@ -168,6 +168,7 @@ def test_resume_after_a_stop_signal_is_bitwise_exact(monkeypatch, undisturbed, f
     assert step in (20, 21)
     ran = run("--out", tmp_path, "--log-every", 1)  # All other flags come from the checkpoint.
     assert ran.code == 0 and ran.err == "", ran
+    assert [line for line in ran.out.splitlines() if "rate" in line or "threads" in line] == []
     assert same_training(tmp_path, undisturbed(1))
     times = [line["time"] for line in metrics(tmp_path)]
     assert times == sorted(times)
@@ -197,6 +198,9 @@ def test_a_finished_run_says_how_to_continue_and_continues(text, tmp_path):
     )
     on = run("--out", tmp_path, "--epochs", 2, "--keep", 9)
     assert on.code == 0 and f"steps 39 to 76, continuing the run in {tmp_path}\n" in on.out, on
+    assert (
+        "\nThe learning rate was 1.7e-04 in step 38, and is 2.0e-03 in step 39, because" in on.out
+    )
     # Steps with an evaluation have a line too.
     expected = [10, 15, 20, 30, 38, 40, 45, 50, 60, 70, 75, 76]
     assert [step for step, _ in losses(tmp_path)] == expected
@@ -222,6 +226,57 @@ def test_a_resumed_run_keeps_its_flags_unless_others_are_given_and_some_cannot_b
             complete({name})
     else:
         assert complete({name}) == flags
+
+
+@pytest.mark.parametrize(
+    "changed, rates",
+    [
+        ({}, ""),
+        ({"steps": 120}, "1.5e-04 in step 60, and is 3.0e-03 in step 61"),
+        ({"epochs": 9, "steps": None}, "1.5e-04 in step 60, and is 5.7e-03 in step 61"),
+        ({"lr": 1.0, "steps": 120}, "1.5e-04 in step 60, and is 5.0e-01 in step 61"),
+        ({"step": 50, "min_lr": 5e-3}, "1.7e-03 in step 50, and is 5.3e-03 in step 51"),
+        ({"step": 9, "steps": 70}, ""),  # still warming up, as before
+        (
+            {"step": 0, "steps": 9, "warmup": 10},
+            "With 9 steps and --warmup 10, .* rises to 5.4e-03 and never",
+        ),
+        ({"step": 0, "steps": 20}, "With 20 steps and --warmup 20, .* to 6.0e-03 and never"),
+        ({"ranks": 2, "threads": 3}, "CPU threads of each rank: now 3, before 2. The weights may"),
+        ({"threads": 3}, ""),  # with another number of ranks, rounding differs anyway
+        ({"ranks": 2, "threads": 0}, ""),  # on a GPU
+    ],
+)
+def test_a_start_says_if_rates_or_rounding_are_not_those_of_an_unbroken_run(changed, rates):
+    """Otherwise a run that is extended suddenly learns at 20 times the rate, without a word."""
+    step = changed.pop("step", 60)
+    machine = {"ranks": changed.pop("ranks", 1), "threads": changed.pop("threads", 2)}
+    flags = program.Flags(steps=60, optimizer="adamw", dtype="float32")
+    saved = {"step": step, "config": vars(flags), "ranks": 2, "threads": 2} if step else {}
+    lines = [*program.describe_changes(replace(flags, **changed), saved, machine, 100)]
+    assert len(lines) == bool(rates) and re.search(rates, "".join(lines)), lines
+
+
+def test_a_resume_with_another_number_of_threads_says_so(undisturbed, monkeypatch, tmp_path):
+    out, threads = shutil.copytree(undisturbed(1), tmp_path / "out"), torch.get_num_threads()
+    assert config(out)["threads"] == state(out)["threads"] == ddp_setup.available_cpus()
+    monkeypatch.setitem(ENVIRONMENT, "OMP_NUM_THREADS", "1")  # so that run.py keeps the next line
+    torch.set_num_threads(threads + 1)
+    ran = run("--out", out, "--steps", 101)
+    torch.set_num_threads(threads)
+    assert ran.code == 0, ran
+    assert f"\nCPU threads of each rank: now {threads + 1}, before {threads}. The" in ran.out, ran
+
+
+@pytest.mark.parametrize("more", ["", "Ω"], ids=["same characters", "other characters"])
+def test_a_default_text_of_another_python_is_named_as_the_cause(monkeypatch, tmp_path, more):
+    """The advice to give the data that the run had would be useless."""
+    small = [*TINY, "--steps", 1, "--out", tmp_path]
+    assert run(*small).code == 0
+    monkeypatch.setitem(chardata.topics, "assert", f"changed {more}")
+    ran = run("--out", tmp_path, "--steps", 2)
+    assert_one_line(ran, "default text", "continue with the Python that began the run, or name an")
+    assert "give" not in ran.err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
