@@ -177,7 +177,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             cause = (
                 "does not train it: is it frozen, or in another optimizer?"
                 if templates
-                else "keeps none: has it other settings, such as no momentum, or is all of it frozen?"
+                else "keeps none: has it other settings, such as no momentum, or is it frozen?"
             )
             raise ValueError(
                 f"the checkpoint has optimizer state of {name} ({', '.join(unused[name])}), but "

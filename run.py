@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import difflib
+import errno
 import faulthandler
 import gc
 import importlib
@@ -85,7 +86,9 @@ else:
     )
 
 __version__ = "0.3.0"
-DONE, FAILED, STOPPED = 0, 1, 3  # exit codes; 2 is a UsageError, 130 a Ctrl-C without saving
+# Exit codes. After HOPELESS, as after a UsageError, another start would end in the same way. 130 is
+# a Ctrl-C without saving.
+DONE, FAILED, HOPELESS, STOPPED = range(4)
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 # A rank waits for its save for this part of --timeout, because the others wait for the rank.
 SAVE_PART = 0.7
@@ -336,7 +339,7 @@ def train(
         with usage_errors(f"{saved['name']}: ", together=True):
             # All ranks get the state of rank 0. The settings of the optimizers, such as the
             # learning rate, stay those of the flags.
-            storage.restore_(state, replica, optimizers)
+            storage.restore_(state, replica, optimizers if start_step else [])
     scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     state = {}  # frees its memory
 
@@ -355,7 +358,7 @@ def train(
     }
     peak_rate = machine["peak_flops"] / flops  # tokens/s
     with usage_errors(f"--out {flags.out}: ", together=True):
-        _lock = ddp_setup.wait_together(  # is held while this name exists
+        lock = ddp_setup.wait_together(  # is held while this name exists
             lambda: rank0 and prepare_folder(flags.out, storage, saved, settings | machine), world
         )
         check_folder(flags.out)
@@ -394,6 +397,7 @@ def train(
     gc.enable()  # program() disabled it.
     # tokens_per_s leaves out evaluations and saves: their duration is added to logged_at.
     logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
+    best, save_due = saved.get("best", math.inf), False  # best: the lowest validation loss
     try:
         for step, report in training:
             stopped, last, val_loss = report.stop, step == total, None
@@ -407,32 +411,34 @@ def train(
                 record |= measured
                 record["lr"] = flags.lr * lr_factor(step - 1)  # of this step; with muon: Muon's
                 record |= {"tokens_per_s": round(rate, 1), "mfu": round(rate / peak_rate, 4)}
-                append_metrics(storage, flags.out, record)
+                append_metrics(storage, flags.out, lock, record)
                 say(format_record(record, total, (tokens_at(total) - tokens) / rate))
             # A step whose loss or gradient is not finite changes no weight. So its checkpoint would
-            # be a copy, and --keep would delete an older, different one.
-            due = step % flags.save_every == 0 and math.isfinite(report.loss + report.grad_norm)
+            # be a copy, and --keep would delete an older, different one. The next good step saves.
+            save_due = save_due or step % flags.save_every == 0
+            due = save_due and math.isfinite(report.loss + report.grad_norm)
             # Before an evaluation or a save, rank 0 has waited for its device above, in float() or
             # isfinite(). So the time from here on contains no training.
             paused_at = time.perf_counter()
             if evaluating and not stopped:
                 val_loss = validate(replica, val_plan, world, dtype, wrap_batches, stop)
                 stopped = val_loss is None
+                if val_loss is not None and val_loss < best:
+                    best, due = val_loss, True
                 if rank0 and not stopped:
-                    append_metrics(storage, flags.out, {"step": step, "val_loss": val_loss})
+                    append_metrics(storage, flags.out, lock, {"step": step, "val_loss": val_loss})
                     say(f"step {step}  validation loss {val_loss:.4f} over {targets:,} tokens")
             if stopped or last or due:
-                # any_rank, because wait_together would wait for a day for a rank that was stopped.
-                if ddp_setup.any_rank(has_changed(corpus), world):
-                    ddp_setup.wait_together(partial(chardata.verify_unchanged, corpus), world)
+                save_due = False
+                if rank0:
+                    warn_if_changed(corpus)
                 before_save(replica, optimizers)
                 if may_save := wait_for_saves():  # otherwise, skip this save
-                    copy = storage.snapshot(
-                        replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
-                    )
+                    progress = {"step": step, "best": best, "scaler": scaler.state_dict()}
+                    copy = storage.snapshot(replica, optimizers, **constants, **progress)
                     if copy:  # Ranks that write nothing have {}.
                         save = pool.submit(
-                            storage.save, flags.out, copy, step, val_loss, flags.keep
+                            storage.save, flags.out, copy, step, val_loss, flags.keep, lock
                         )
                         writing = save, time.monotonic() + SAVE_PART * flags.timeout
                     del copy  # Now only the save holds it.
@@ -739,7 +745,7 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     lock = storage.lock(out)
     # Another run may have written before this one had the lock.
     if any(e.step > step and e.name not in rejected for e in storage.list_checkpoints(out)):
-        raise ValueError("another run has just written to it; start again to continue from there")
+        raise BlockingIOError("another run has just written to it; start again to continue it")
     for name, reason in rejected.items():
         storage.set_aside(out, name)
         warn(f"{name}: {reason}; set aside, continuing from step {step}")
@@ -752,13 +758,12 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     return lock
 
 
-def has_changed(corpus: chardata.Corpus) -> bool:
-    """Return whether chardata.verify_unchanged would raise an error."""
+def warn_if_changed(corpus: chardata.Corpus) -> None:
+    """Warn once if chardata.verify_unchanged raises an error."""
     try:
         chardata.verify_unchanged(corpus)
-    except (ValueError, OSError):
-        return True
-    return False
+    except OSError as error:
+        warn_once(f"--data: {error}; training continues")
 
 
 def wait_for_save(save: Future[Any], deadline: float) -> bool:
@@ -904,11 +909,15 @@ def read_report(report: loop.Report) -> Values:
     }
 
 
-def append_metrics(storage: ModuleType, out: str, record: Values) -> None:
-    """Append a record of numbers, and the time, to metrics.jsonl. NaN and infinity become null."""
+def append_metrics(storage: ModuleType, out: str, lock: Any, record: Values) -> None:
+    """Append a record of numbers, and the time, to metrics.jsonl. NaN and infinity become null.
+
+    lock: what storage.lock() returned.
+    """
     record["time"] = round(time.time(), 3)
     finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
     try:
+        storage.check_lock(out, lock)
         storage.append_text(out, "metrics.jsonl", json.dumps(finite) + "\n")
     except OSError as error:
         warn_once(f"metrics not written: {error}; training continues")
@@ -1006,6 +1015,7 @@ def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]
 def usage_errors(subject: str = "", advice: str = "", together: bool = False) -> Iterator[None]:
     """Raise click.UsageError for errors about values, files and packages: SUBJECT ERROR ADVICE.
 
+    If may_pass(error), raise click.ClickException, whose exit code is 1, without ADVICE.
     together: All ranks raise the same error here. Then, as after wait_together, one prints it.
     An error that wait_together has got from another rank than 0 is printed with this rank.
     To see the traceback of a ValueError, replace this function's body by `yield`.
@@ -1017,10 +1027,22 @@ def usage_errors(subject: str = "", advice: str = "", together: bool = False) ->
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         rank = getattr(error, "raised_on_rank", 0 if together else None)
         where = f"rank {rank}: " if rank else ""
-        usage_error = click.UsageError(f"{where}{subject}{error}{advice}")
+        usage_error: click.ClickException = click.UsageError(f"{where}{subject}{error}{advice}")
+        if may_pass(error):
+            usage_error = click.ClickException(f"{where}{subject}{error}")
         if rank is not None:
             setattr(usage_error, "raised_on_rank", rank)  # for ddp_setup.process_group
         raise usage_error from error
+
+
+def may_pass(error: Exception) -> bool:
+    """Return whether another start may not have this error, such as a lost disk or a held lock.
+
+    An error of the system has a number. These stay until the user changes a path or a permission.
+    """
+    names = "ENOENT EACCES EPERM EEXIST EISDIR ENOTDIR EROFS EINVAL ELOOP ENAMETOOLONG"
+    lasting = [None, *(getattr(errno, name) for name in names.split())]
+    return isinstance(error, BlockingIOError) or getattr(error, "errno", None) not in lasting
 
 
 # ------------------------------------------------------------------------------ sample and evaluate
@@ -1379,6 +1401,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except FloatingPointError as error:  # The training diverged, or replicas differ.
         if os.environ.get("RANK", "0") == "0":  # All ranks raise it.
             say(f"Error: {error}", error=True)
+        if isinstance(error, loop.Diverged):
+            return HOPELESS
     except OSError as error:  # A rank was lost, or output was not written.
         say(f"Error: {error}", error=True)
     except Exception as error:

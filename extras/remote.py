@@ -10,8 +10,9 @@
 Needs fsspec and filelock, which torch requires, and the package of the file system, for example
 s3fs. Credentials and the number of retries are settings of that package.
 
-Errors of a file system become an OSError that names the URL. FileNotFoundError, IsADirectoryError,
-ImportError and ValueError keep their type. A URL that contains a password is a ValueError.
+Errors of a file system become an OSError that names the URL: PermissionError or NoAnswer.
+FileNotFoundError, IsADirectoryError, ImportError and ValueError keep their type. A URL that
+contains a password is a ValueError.
 """
 
 import hashlib
@@ -42,8 +43,7 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
     """Return all public names of the module ckpt, with functions for URLs in place of local ones.
 
     The functions have the arguments of those in ckpt, and differ in these points:
-    - lock() returns None. Nothing keeps a second run out.
-    - newest() raises OSError if the storage does not answer, and tries no older checkpoint.
+    - lock() returns None, and save() ignores `held`. Nothing keeps a second run out.
     - append_text() keeps the line in memory until the next save() uploads it, because an object
       store cannot append. Each result of storage() has its own memory.
     - If the storage is not an object store, a process that is killed while it uploads a text leaves
@@ -88,6 +88,7 @@ def _save(
     step: int,
     loss: float | None = None,
     keep: int | None = None,
+    held: None = None,
 ) -> Any:
     """Write a checkpoint to a temporary local folder and upload it, after the texts."""
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
@@ -123,16 +124,16 @@ def _upload(file: str, url: str, name: str) -> None:
 
 def _load(ckpt: ModuleType, url: str, entry: Any) -> dict[str, Any]:
     """Download, verify and read a checkpoint."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
-            if entry.name.endswith(".pt"):
-                with _file_system(url) as (fs, path):
+    with tempfile.TemporaryDirectory(prefix="ddpkit-") as local:
+        if entry.name.endswith(".pt"):
+            with _file_system(url) as (fs, path):
+                try:
                     fs.get_file(f"{path}/{entry.name}", f"{local}/{entry.name}")
-            return dict(ckpt.load(local, entry))  # refuses a sharded checkpoint
-    except OSError as error:
-        if type(error) is OSError:  # of the local disk: the checkpoint may be good
-            raise NoAnswer(f"{url}: {error}") from error
-        raise
+                except (FileNotFoundError, IsADirectoryError) as error:
+                    if fs.isdir(f"{path}/{entry.name}"):
+                        raise ValueError("not a file") from error
+                    raise
+        return dict(ckpt.load(local, entry))  # refuses a sharded checkpoint
 
 
 def _list_checkpoints(ckpt: ModuleType, url: str) -> Any:
@@ -190,7 +191,9 @@ def _write_text(texts: Texts, url: str, name: str, text: str) -> None:
 
 
 def _append_text(texts: Texts, url: str, name: str, line: str) -> None:
-    texts[url, name] = _read_text(texts, url, name) + line
+    text = _read_text(texts, url, name)
+    # A process that was killed can have left a part of a line.
+    texts[url, name] = text + "\n" * (text[-1:] not in ("", "\n")) + line
 
 
 def _read_text(texts: Texts, url: str, name: str) -> str:
@@ -299,8 +302,8 @@ def _download_file(fs: Any, name: str, copy: str) -> None:
 # ------------------------------------------------------------------------------------------ errors
 
 
-class NoAnswer(PermissionError):
-    """The file system failed. As after any PermissionError, ckpt.newest tries no older file."""
+class NoAnswer(BlockingIOError):
+    """The file system failed. As after any BlockingIOError, starting again can help."""
 
 
 @contextmanager
@@ -332,4 +335,5 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
         if isinstance(error, OSError) and error.strerror:
             name = error.filename2 or error.filename  # the target of a copy
             text = ": ".join(map(str, filter(None, (name, error.strerror))))
-        raise NoAnswer(f"{url}: {text or type(error).__name__}") from error
+        kind = PermissionError if isinstance(error, PermissionError) else NoAnswer
+        raise kind(f"{url}: {text or type(error).__name__}") from error

@@ -19,6 +19,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -63,9 +64,14 @@ def storage(ckpt: ModuleType, write_sharded: bool) -> SimpleNamespace:
         functions["restore_"] = partial(restore_, ckpt)
 
     def save(
-        folder: str, state: State, step: int, loss: float | None = None, keep: int | None = None
+        folder: str,
+        state: State,
+        step: int,
+        loss: float | None = None,
+        keep: int | None = None,
+        held: IO[str] | None = None,
     ) -> Any:
-        entry = save_one(folder, state, step, loss)
+        entry = save_one(folder, state, step, loss, held=held)
         if entry:  # with shards, on rank 0 only
             for other in ckpt.list_checkpoints(folder):
                 if other.step == step and other != entry:
@@ -189,14 +195,24 @@ def write(
     state: State,
     step: int,
     loss: float | None = None,
+    held: IO[str] | None = None,
 ) -> Any:
     """Write a snapshot as a checkpoint. Every rank must call this. Rank 0 gets the entry.
+
+    The folder must exist. If `held`, what lock() returned on this rank, is a lock, the folder must
+    still have it. If only rank 0 has locked the folder, the other ranks pass None.
 
     Afterwards, the checkpoint is complete and durable, or absent. If a rank fails, rank 0 alone
     raises OSError or ValueError.
     """
     temporary = Path(folder, f"{ckpt.TEMPORARY}{step}")
     first = dist.get_rank() == 0
+    try:
+        _call_together(group, partial(_check_save, ckpt, folder, step, held))
+    except (OSError, ValueError):
+        if first:
+            raise
+        return None
     try:
         part = _call_together(group, partial(_write_shards, ckpt, temporary, state["tensors"]))
         parts = [None] * dist.get_world_size() if first else None
@@ -213,25 +229,35 @@ def write(
             raise
 
 
+def _check_save(ckpt: ModuleType, folder: str, step: int, held: IO[str] | None) -> None:
+    """Raise an error if a save may not begin."""
+    if step < 0:
+        raise ValueError(f"step is {step}; must be at least 0")
+    ckpt.check_lock(folder, held)
+
+
 def _call_together(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> Any:
     """Return function(). Every rank must call this. If it fails on a rank, all raise its error.
 
-    The error is an OSError or a ValueError, with the rank in its text.
+    The error is an OSError, with the same number, or a ValueError. Its text has the rank.
     """
     result, failure = None, None
     try:
         result = function()
     except Exception as error:
         text = getattr(error, "strerror", None) or f"{error}".partition("\n")[0] or repr(error)
-        failure = (OSError if isinstance(error, OSError) else ValueError), text
+        kind = OSError if isinstance(error, OSError) else ValueError
+        failure = kind, text, getattr(error, "errno", None)
     failures: list[Any] = [failure]
     if dist.is_initialized():
         failures = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure, group)
     for rank, failure in enumerate(failures):
         if failure:
-            kind, text = failure
-            raise kind(f"rank {rank}: {text}")
+            kind, text, number = failure
+            shared = kind(f"rank {rank}: {text}")
+            setattr(shared, "errno", number)  # as an argument, it would be part of the text
+            raise shared
     return result
 
 
@@ -241,7 +267,7 @@ def _write_shards(ckpt: ModuleType, path: Path, parts: State) -> list[Any]:
     The shards are {name: [dtype, shape of the tensor, shard]}. A shard is
     [its offsets in the tensor, its shape, file, offset in the file, length in bytes].
     """
-    ckpt.make_folder(f"{path}")
+    path.mkdir(exist_ok=True)  # without its parents: the folder may have been deleted
     file, shards = f"__{dist.get_rank()}_0.distcp", {}
     with (path / file).open("wb") as opened:
         for name, (shape, row, part) in parts.items():
@@ -282,7 +308,7 @@ def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor
     A forged manifest, with the right digest, can raise anything.
     """
     file = path / MANIFEST
-    if not file.is_file():  # opening a pipe might never end
+    if not _is_file(file):  # opening a pipe might never end
         raise ValueError(
             f"damaged: there is no file {file}; all ranks must share the folder, and no other run "
             "may use it"
@@ -291,6 +317,14 @@ def read_manifest(ckpt: ModuleType, path: Path) -> tuple[State, dict[str, Tensor
         raise ValueError(f"damaged: {MANIFEST} does not have the digest in the name of the folder")
     manifest: State = json.loads(file.read_bytes())
     return manifest, _outline(manifest)
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether this is a regular file. OSError if that is not known: Path hides some."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _outline(manifest: State) -> dict[str, Tensor]:
@@ -344,7 +378,7 @@ def _load(ckpt: ModuleType, outline: bool, path: Path) -> State:
     size = 0
     for name, (_, digest) in manifest["files"].items():
         file = path / name
-        if not file.is_file() or ckpt.sha256(file) != digest:
+        if not _is_file(file) or ckpt.sha256(file) != digest:
             raise ValueError(f"damaged: {name} does not have the digest in the manifest")
         size += file.stat().st_size
     if sum(tensor.nbytes for tensor in tensors.values()) > size:

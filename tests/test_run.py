@@ -111,9 +111,9 @@ def assert_close(out: Path, other: Path, exact: bool = True) -> None:
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
-def assert_one_line(ran: Ran, *texts: str) -> None:
+def assert_one_line(ran: Ran, *texts: str, code: int = 2) -> None:
     """Check that the program refused its input: exit code 2, and one line on stderr that matches `texts`."""
-    assert ran.code == 2 and ran.out == "", ran
+    assert ran.code == code and ran.out == "", ran
     assert ran.err.startswith("Error: ") and ran.err.count("\n") == 1, ran.err
     assert [text for text in texts if not re.search(text, ran.err)] == [], ran.err
 
@@ -351,6 +351,19 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_steps_are_trained_again(undis
     assert Path(f"{damaged}.damaged").exists() and same_training(out, undisturbed(1))
 
 
+@pytest.mark.parametrize("command", ["", "--spawn 2", "sample", "eval"])
+def test_a_checkpoint_that_cannot_be_read_is_one_line_and_stays(undisturbed, tmp_path, command):
+    """It may be good. Otherwise the run would continue from the one before it."""
+    out = shutil.copytree(undisturbed(1), tmp_path / "out")
+    newest = checkpoints(out)[-1]
+    newest.unlink()
+    newest.symlink_to("/proc/self/mem")  # its first bytes give EIO
+    before = sorted(out.iterdir())
+    ran = run(*command.split(), "--out", out)
+    assert_one_line(ran, "Input/output error", code=1)
+    assert sorted(out.iterdir()) == before
+
+
 def test_lines_that_a_crash_garbled_in_the_metrics_are_dropped(undisturbed, text, tmp_path):
     out = shutil.copytree(undisturbed(1), tmp_path / "out")
     checkpoints(out)[-1].unlink()
@@ -405,6 +418,37 @@ def test_a_stop_signal_in_a_step_that_is_skipped_saves_the_good_weights(
     assert before["step"] == 11 < after["step"] and same(before["model"], after["model"])
     last = metrics(tmp_path)[-1]
     assert (last["loss"], last["skipped"]) == (None, after["step"] - 11)
+
+
+def steps(out: Path) -> list[int]:
+    return [entry.step for entry in ckpt.list_checkpoints(f"{out}")]
+
+
+def test_a_save_that_is_due_in_a_skipped_step_is_made_after_the_next_good_one(
+    monkeypatch, text, tmp_path
+):
+    at_loss(monkeypatch, lambda call, _: math.nan if call in (4, 5) else 1)
+    flags = ["--save-every", 4, "--steps", 7, "--eval-every", 99]
+    assert run(*TINY, "--data", text, *flags, "--out", tmp_path).code == 0
+    assert steps(tmp_path) == [6, 7]
+
+
+def test_the_best_evaluation_is_saved_between_saves_and_no_worse_one_after_a_resume(
+    monkeypatch, text, tmp_path
+):
+    trained = []
+
+    def rate(call: int, model: Any) -> int | None:
+        if not model.training:
+            return 1 + abs(len(trained) - 6)  # best in step 6
+        trained.append(stop_at(13, len(trained) + 1, model))
+
+    at_loss(monkeypatch, rate)
+    flags = ["--eval-every", 3, "--save-every", 10, "--steps", 20]
+    assert [run(*TINY, "--data", text, *flags, "--out", tmp_path).code for _ in "ab"] == [3, 0]
+    assert steps(tmp_path) == [6, 10, 14, 20]  # and not 15 or 18, after the resume
+    best = min(evaluations(tmp_path).values())
+    assert ckpt.list_checkpoints(f"{tmp_path}")[0].loss == pytest.approx(best, rel=1e-8)
 
 
 def test_a_stop_signal_in_an_evaluation_ends_it_and_saves(monkeypatch, text, tmp_path):
@@ -536,16 +580,33 @@ def test_token_ids_can_be_trained_on_sampled_and_evaluated(tmp_path):
     assert_one_line(run("eval", "--out", out, "--data", ids), "the vocabulary ends at 76")
 
 
-def test_data_that_changes_during_a_training_or_an_evaluation_is_named(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "change, reason", [("changed", "was changed"), ("renamed", "No such file")]
+)
+def test_data_that_changes_is_a_warning_in_a_training_and_an_error_in_an_evaluation(
+    monkeypatch, tmp_path, change, reason
+):
+    """A training has the data in its memory, or mapped, and must not end without a save."""
     data, out = tmp_path / "ids.bin", tmp_path / "out"
     data.write_bytes((np.arange(3000, dtype=np.uint16) % 7).tobytes())
     flags = [*TINY, "--data", data, "--out", out, "--save-every", 3]
     assert run(*flags, "--steps", 1).code == 0
-    before = checkpoints(out)
-    at_loss(monkeypatch, lambda *_: data.write_bytes(data.read_bytes()) and None)
-    assert_one_line(run("eval", "--out", out), "ids.bin: was changed")
+
+    def do(call: int, model: object) -> None:
+        if change == "changed":
+            data.write_bytes(data.read_bytes())
+        elif data.exists():
+            data.rename(tmp_path / "other.bin")
+
+    at_loss(monkeypatch, do)
+    assert_one_line(run("eval", "--out", out), f"{reason}.*")
+    if change == "renamed":
+        (tmp_path / "other.bin").rename(data)
     ran = run(*flags, "--steps", 9)
-    assert ran.code == 2 and "ids.bin: was changed" in ran.err and checkpoints(out) == before, ran
+    assert ran.code == 0 and [int(path.name[5:13]) for path in checkpoints(out)] == [3, 6, 9], ran
+    assert re.fullmatch(
+        f"Warning: .*{reason}.*ids.bin.*\n|Warning: .*ids.bin.*{reason}.*\n", ran.err
+    ), ran
 
 
 def two_texts(folder: Path) -> list[Path]:
@@ -772,7 +833,8 @@ def test_a_run_that_diverges_stops_with_one_line_and_keeps_the_last_good_checkpo
     wild = "--lr 1e7 --clip 0 --save-every 2 --steps 20".split()
     ran = run(*TINY, "--data", text, *wild, "--out", tmp_path)
     message = re.search(r"not finite 5 times in a row, up to step (\d+)", ran.err)
-    assert ran.code == 1 and message and ran.err.count("\n") == 1, ran
+    # It would diverge again.
+    assert ran.code == 2 and message and ran.err.count("\n") == 1, ran
     assert state(tmp_path)["step"] <= int(message[1]) - 5
     assert all(tensor.isfinite().all() for tensor in state(tmp_path)["model"].values())
 
@@ -811,6 +873,33 @@ def test_saves_and_metrics_that_fail_are_warnings_but_the_last_save_must_succeed
         "Warning: checkpoint not written: no space; the checkpoints before it are untouched\n"
         "Error: the checkpoint of step 2 was not written\n"
     )
+
+
+def test_a_run_whose_folder_was_deleted_writes_nothing_into_that_of_the_next_run(
+    monkeypatch, text, tmp_path
+):
+    """Otherwise the next run, started again, would continue from the weights of this one."""
+    out = tmp_path / "out"
+
+    def start_another(call: int, model: object) -> None:
+        if call == 5:
+            shutil.rmtree(out)
+            ckpt.make_folder(f"{out}")
+            ckpt.lock(f"{out}").close()
+            ckpt.write_text(f"{out}", "metrics.jsonl", "")
+
+    at_loss(monkeypatch, start_another)
+    flags = ["--steps", 8, "--save-every", 9, "--log-every", 1]
+    ran = run(*TINY, "--data", text, *flags, "--out", out)
+    assert ran.code == 1 and "step 8/8" in ran.out, ran
+    reason = f"{re.escape(f'{out}')}: someone has deleted or replaced .*"
+    lines = f"metrics not written: {reason}", f"checkpoint not written: {reason}"
+    lines = *(f"Warning: {line}" for line in lines), "Error: the checkpoint of step 8 was not .*"
+    assert re.fullmatch("".join(f"{line}\n" for line in lines), ran.err), ran
+    assert {path.name: path.stat().st_size > 0 for path in out.iterdir()} == {
+        ".lock": True,
+        "metrics.jsonl": False,
+    }
 
 
 @pytest.mark.parametrize("ends_at", [20, None], ids=["slow", "hangs"])
@@ -935,7 +1024,8 @@ def test_an_evaluation_of_the_first_tokens_is_exact(text, tmp_path):
         row = torch.from_numpy(ids[start : min(start + 16, 100) + 1])[None]
         total += gpt.loss(model, (row[:, :-1], row[:, 1:]))[0].item()
     assert evaluations(tmp_path)[12] == pytest.approx(total / 100, rel=1e-5)
-    assert ckpt.list_checkpoints(f"{tmp_path}")[-1].loss == round(evaluations(tmp_path)[12], 4)
+    named = ckpt.list_checkpoints(f"{tmp_path}")[-1].loss
+    assert named == float(f"{evaluations(tmp_path)[12]:.9g}")
     assert " over 100 tokens\n" in run("--out", tmp_path, "--steps", 14).out
     assert ", over 538 tokens" in run("eval", "--out", tmp_path).out
 
@@ -1086,13 +1176,14 @@ def test_a_run_does_not_begin_where_another_runs_or_has_just_written(text, tmp_p
     out = f"{tmp_path}"
     ckpt.save(out, {"model": {"weight": torch.zeros(2)}, "step": 5}, 5)
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match="another run has just written to it"):
+    with pytest.raises(BlockingIOError, match="another run has just written to it"):
         program.prepare_folder(out, ckpt, {"step": 4}, {})
     assert {**contents(tmp_path), **before} == contents(tmp_path)  # nothing is replaced
     with program.prepare_folder(out, ckpt, {"step": 5}, {}):  # the lock
         checkpoints(tmp_path)[0].unlink()
         (tmp_path / "config.json").write_text('{"val_fraction": 0}')
-        assert_one_line(run(*TINY, "--data", text, "--out", out), "--out .* in use by another run")
+        ran = run(*TINY, "--data", text, "--out", out)
+        assert_one_line(ran, "--out .* in use by another run", code=1)  # the other run will end
 
 
 CASES = {

@@ -6,9 +6,11 @@
 #
 # Run it in the folder that has run.py. All words are flags of run.py. It ends when run.py ends with
 #   0   the training is done
-#   2   there is a mistake in the flags, files or data: another start would not help
-# and after Ctrl-C, when run.py has saved. After anything else (1: failed, 3: stopped by a signal, or
-# killed) it waits 10 seconds and starts run.py again, which resumes from the newest checkpoint.
+#   2   another start would end in the same way: there is a mistake in the flags, files or data, or
+#       the training diverged
+# and after Ctrl-C, when run.py has saved. After anything else it waits 10 seconds and starts run.py
+# again, which resumes from the newest checkpoint: 1 (failed, for example because a disk did not
+# answer or another run uses the folder), 3 (stopped by a signal, and saved), or killed.
 # This script does not pass SIGTERM on. To stop the training with SIGTERM, end this script first, and
 # then send SIGTERM to run.py.
 trap 'exit 130' INT

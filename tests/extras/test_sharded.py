@@ -3,6 +3,7 @@
 Three ranks write checkpoints of each strategy once, and two ranks restore them. Other tests damage copies of them.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -136,6 +137,30 @@ def fail(folder):
         dist.barrier()
         save(files, folder / "full", model, optimizers)
 
+        # The folder was deleted, and another run has locked a new one. Then the lock is gone, too.
+        held = files.lock(f"{folder / 'full'}") if first else None
+        dist.barrier()
+        if first:
+            shutil.move(folder / "full", folder / "moved")
+            files.make_folder(folder / "full")
+            files.lock(f"{folder / 'full'}").close()
+        dist.barrier()
+        state = files.snapshot(model, optimizers, step=4)
+        failed = message(partial(files.save, f"{folder / 'full'}", state, 4, held=held))
+        assert ("someone has deleted or replaced" in failed) == first
+        assert os.listdir(folder / "full") == [".lock"]
+        dist.barrier()
+        if first:
+            shutil.rmtree(folder / "full")
+        dist.barrier()
+        failed = message(partial(files.save, f"{folder / 'full'}", state, 4, held=held))
+        assert bool(failed) == first and not (folder / "full").exists()
+        assert ("step is -1" in message(files.save, f"{folder}", state, -1)) == first
+        dist.barrier()
+        if first:
+            (folder / "moved").rename(folder / "full")
+        dist.barrier()
+
         # Each rank has a folder of its own.
         own = folder / f"own {world.rank}"
         own.mkdir()
@@ -160,11 +185,12 @@ def fail(folder):
         read = sharded._read_shard
 
         def broken(*_):
-            raise OSError("the disk is broken")
+            raise OSError(errno.EIO, "the disk is broken")
 
         sharded._read_shard = read if first else broken
-        failed = message(files.restore_, state, *build(world, "fsdp", "gpt2"))
-        assert failed == "rank 1: the disk is broken"
+        with pytest.raises(OSError, match="^rank 1: the disk is broken$") as caught:
+            files.restore_(state, *build(world, "fsdp", "gpt2"))
+        assert caught.value.errno == errno.EIO  # so that run.py knows that it may pass
         sharded._read_shard = read
         dist.barrier()
         if first:
@@ -284,6 +310,15 @@ def test_a_damaged_checkpoint_does_not_verify(genuine, file, how):
         (genuine / file).write_bytes(raw[:-1] if how == "cut" else raw)
     with pytest.raises(ValueError, match="^damaged: "):
         load(genuine)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "__1_0.distcp"])
+@pytest.mark.parametrize("place", ["/proc/self/mem", "itself"])
+def test_a_checkpoint_that_cannot_be_read_is_an_error_because_it_may_be_good(genuine, file, place):
+    (genuine / file).unlink()
+    (genuine / file).symlink_to(file if place == "itself" else place)
+    with pytest.raises(OSError):
+        ALONE.newest(f"{genuine.parent}")
 
 
 def reseal(path, change):

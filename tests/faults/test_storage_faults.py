@@ -53,10 +53,7 @@ def flip(path: Path, bit: int) -> None:
 REPLACED: list[Callable[[Path, Path], Any]] = [
     lambda path, other: shutil.copyfile(other, path),  # the content of another run
     replace_by(os.mkdir),
-    replace_by(lambda path: path.symlink_to("nowhere")),
-    replace_by(lambda path: path.symlink_to(path.name)),
     replace_by(lambda path: path.symlink_to(path.parent)),
-    replace_by(lambda path: path.symlink_to("/proc/self/mem")),  # gives EIO
     replace_by(os.mkfifo),  # to open a pipe would take for ever
     replace_by(lambda path: path.symlink_to("/dev/zero")),  # so would reading this device
 ]
@@ -244,7 +241,8 @@ def test_training_continues_without_the_disk_and_the_next_save_tries_again(
 
     def trial(number: int) -> None:
         name, chance = list(FAULTS)[number % len(FAULTS)], random.Random(number)
-        is_temporary = number % 2 == 0 or name == "folder deleted"
+        is_deleted = name == "folder deleted"  # a run does not create the folder of its lock again
+        is_temporary = number % 2 == 0 and not is_deleted
         out, steps = disk(number) / "out", (chance.randint(11, 14), chance.randint(40, 50))
         how = {"launcher": [sys.executable, "-c", PAUSING]}
         how["env"] = {"TEST_STEPS": f"{steps[0]} {steps[1]}"}
@@ -266,15 +264,15 @@ def test_training_continues_without_the_disk_and_the_next_save_tries_again(
             warning = "Warning: (checkpoint|metrics|output) not written: "
             error = "Error: the checkpoint of step .* was not written"
             assert re.match(f"{warning}|{error}", line), about
-        if name != "folder deleted":  # a save can make a new folder before anything fails
-            assert "checkpoint not written" in ran.err, about
+        assert "checkpoint not written" in ran.err, about
         for entry in ckpt.list_checkpoints(out):
             ckpt.load(out, entry)
         if is_temporary:
             assert not [path for path in out.iterdir() if ckpt.TEMPORARY in path.name], about
             assert [entry.step for entry in ckpt.list_checkpoints(out)] == [90, 95, 100], about
         else:
-            assert before and before == {path: path.read_bytes() for path in checkpoints(out)}
+            assert is_deleted or before
+            assert before == {path: path.read_bytes() for path in checkpoints(out)}
         ran = run(*flags, *TRAINING, "--out", out, seconds=100)
         assert ran.code == 0 and not ran.err, (number, name, ran)
         ours, expected = (torch.load(checkpoints(folder)[-1]) for folder in (out, finished))

@@ -175,7 +175,7 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_ends(
             wait_for(lambda: lock.exists() and lock.read_text(), "the lock")
             second = run(*flags, "--out", chance.choice([out, link]))
             if first.process.poll() is None:
-                assert second.code == 2 and second.err.count("\n") == 1 and not second.out, second
+                assert second.code == 1 and second.err.count("\n") == 1 and not second.out, second
                 holder = f"{re.escape(socket.gethostname())}, pid {first.process.pid}, since 20"
                 assert re.search(f"in use by another run: {holder}", second.err), second
             if endless:
@@ -191,7 +191,7 @@ def test_of_two_runs_that_start_together_one_is_refused(trials, flags, tmp_path)
         command = [*flags, "--out", tmp_path / f"{number}"]
         with Program(*command) as one, Program(*command) as other:
             ends = sorted([one.finish(), other.finish()])
-        assert [ran.code for ran in ends] == [0, 2] and ends[1].err.count("\n") == 1, ends
+        assert [ran.code for ran in ends] == [0, 1] and ends[1].err.count("\n") == 1, ends
         refused = "in use by another run|another run has just written to it"
         assert re.search(refused, ends[1].err), ends
 
@@ -256,8 +256,8 @@ def test_data_that_changed_between_stop_and_resume_is_refused(trials, flags, tex
 def test_mapped_data_that_changes_during_the_training_is_noticed_at_the_next_save(
     trials, flags, text, tmp_path
 ):
-    """The run then ends, saves nothing of what it computed from the changed data, and, with the old data, comes to the
-    same end as a run that nothing disturbed."""
+    """This is one warning. A file that was replaced or deleted stays mapped, so the run comes to the same end as one
+    that nothing disturbed."""
     large = tmp_path / "large.txt"
     large.write_bytes(text.read_bytes() * 250)  # chardata.py maps files above 1 MiB
     cases = [(kind, change) for kind, change in CASES if kind != "char"]
@@ -276,9 +276,11 @@ def test_mapped_data_that_changes_during_the_training_is_noticed_at_the_next_sav
         if ran.code == -signal.SIGBUS:  # it has read beyond the end of the file
             assert change in ("cut", "emptied") and "chardata.py" in ran.err, about
         else:
-            assert ran.code == 2 and ran.err.count("\n") == 1, about
             too_high = change == "altered" and kind == "npy" and "the tokens have the id" in ran.err
             assert reads[1].name in ran.err or too_high, about
+            assert ran.code == (2 if too_high else 0) and ran.err.count("\n") == 1, about
+        if change == "altered":  # it has trained on what was written into the file
+            return
         os.replace(good, reads[1])
         assert run(*command, "--out", folder / "whole").code == 0
         complete(folder / "out", folder / "whole", *command)
@@ -430,8 +432,8 @@ def test_random_arguments_work_or_give_one_line(request, text, tmp_path):
         before = {*ROOT.glob("[!.]*")}
         ran = run(*start, *data.draw(random_arguments(commands[name])))
         assert "Traceback" not in ran.err, ran
-        assert ran.code in (0, 2) or ran.code == 1 and "not finite" in ran.err, ran
-        if ran.code == 2:
+        assert ran.code in (0, 2), ran
+        if ran.code == 2 and "not finite" not in ran.err:
             assert ran.err.startswith("Error: ") and ran.err.count("\n") == 1, ran
             assert ran.out == "" and not out.exists(), ran
         assert {*ROOT.glob("[!.]*")} == before, ran

@@ -235,8 +235,9 @@ def try_fault(studied: Studied, fault: Fault) -> None:
         assert now.get(name) in (before.get(name), after.get(name)), f"{name}, {about}"
 
     last = max((e.step for e in ckpt.parse_names(after)), default=0)
-    # A checkpoint that could not be read can be set aside.
-    usable = [e.step for e in intact if f"{e.name}.damaged" not in now]
+    # A checkpoint that could not be read may be good.
+    assert not any(f"{entry.name}.damaged" in now for entry in intact), about
+    usable = [entry.step for entry in intact]
     step = check_checkpoints(BOTH, f"{out}", [], damaged)
     assert step == last or error != "" or outcome.result != reference.result, about
     assert step in (last, *usable[-1:], *([] if usable else [0])), about
