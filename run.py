@@ -157,7 +157,10 @@ class Flags:
     embd: int = option(128, "Width of the model.", COUNT)
     dropout: float = option(0.0, "Dropout probability.", FRACTION)
     init_from: str | None = option(
-        None, "Model to start from: an --out, a nanoGPT checkpoint, or a Hugging Face GPT-2.", PATH
+        None,
+        "Model to start a new run from: OUT, OUT/best or OUT/step-N of another run, a nanoGPT "
+        "checkpoint, or a Hugging Face GPT-2.",
+        PATH,
     )
     epochs: int = option(1, "Passes over the training data.", COUNT)
     steps: int | None = option(
@@ -476,13 +479,33 @@ def open_storage(out: str, write_sharded: bool = False) -> Any:
     return core
 
 
-def find_checkpoint(out: str, storage: ModuleType) -> Values:
-    """Return the newest checkpoint that is not damaged; {} if there is no checkpoint.
+def split_out(out: str) -> tuple[str, str]:
+    """Return a folder, and "best", "step-N" or the name of a checkpoint; "" means the newest one.
+
+    out: FOLDER, or FOLDER/best and so on.
+    """
+    folder, name = os.path.split(out)
+    if not re.fullmatch(r"best|step-\d+\S*", name) or ckpt.list_checkpoints(out):
+        return out, ""
+    return folder or ".", name
+
+
+def choose(entries: Sequence[ckpt.Entry], name: str) -> list[ckpt.Entry]:
+    """Return the entries that `name` means: see split_out."""
+    if name == "best":
+        return [min(reversed(entries), key=lambda entry: entry.loss)] if entries else []
+    return [entry for entry in entries if name in ("", entry.name, f"step-{entry.step}")]
+
+
+def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
+    """Return the newest checkpoint that is not damaged, or that of `name`; {} if there is none.
 
     Its value "rejected" is {name: reason} for newer, damaged checkpoints. ValueError if all are
     damaged, or if another program wrote the newest one.
     """
-    found, rejected = storage.newest(out)
+    found, rejected = storage.newest(
+        out, list_checkpoints=lambda out: choose(storage.list_checkpoints(out), name)
+    )
     if not found:
         return {}
     state = {**found.state, "name": f"{out}/{found.entry.name}", "rejected": rejected}
@@ -501,9 +524,12 @@ def find_start(flags: Flags, storage: ModuleType) -> Values:
     state = find_checkpoint(flags.out, storage)
     if state or flags.init_from is None:
         return state
-    return extra("exchange").start_state(  # type: ignore[no-any-return]
-        flags.init_from, flags.out, open_storage(flags.init_from)
-    )
+    folder, _ = split_out(flags.init_from)
+    if os.path.realpath(folder) == os.path.realpath(flags.out):
+        raise ValueError(f"--init-from {flags.init_from} is in --out; choose another --out")
+    ours = open_storage(folder).list_checkpoints(folder)  # [] for files of other programs
+    old = read_checkpoint(flags.init_from) if ours else None
+    return extra("exchange").start_state(flags.init_from, old)  # type: ignore[no-any-return]
 
 
 def agree_on_flags(asked: Flags, given: set[str], saved: Values, world: ddp_setup.World) -> Flags:
@@ -1048,9 +1074,10 @@ def may_pass(error: Exception) -> bool:
 # ------------------------------------------------------------------------------ sample and evaluate
 
 
-def newest_checkpoint(out: str) -> Values:
-    """Return the newest checkpoint that is not damaged; ValueError if there is none."""
-    state = find_checkpoint(out, open_storage(out))
+def read_checkpoint(out: str) -> Values:
+    """Return the checkpoint that `out` means (see split_out). ValueError if there is none."""
+    folder, name = split_out(out)
+    state = find_checkpoint(folder, open_storage(folder), name)
     if not state:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another folder")
     for name, reason in state.pop("rejected").items():
@@ -1059,11 +1086,11 @@ def newest_checkpoint(out: str) -> Values:
 
 
 def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
-    """Return the model of the newest checkpoint, ready for inference, and that checkpoint.
+    """Return the model of a checkpoint, ready for inference, and the checkpoint.
 
-    All ranks call this. ValueError if they find different ones.
+    out: see split_out. All ranks call this. ValueError if they find different ones.
     """
-    state = ddp_setup.wait_together(lambda: newest_checkpoint(out), world)
+    state = ddp_setup.wait_together(lambda: read_checkpoint(out), world)
     name = os.path.basename(state["name"])
     theirs = ddp_setup.from_rank_zero(lambda: name, world)
 
@@ -1077,7 +1104,17 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     return model.to(world.device).eval(), state
 
 
-@click.command(params=[OPTIONS["out"], OPTIONS["device"]])
+# The --out of `sample` and `eval`.
+CHOSEN = click.Option(
+    ["--out"],
+    type=PATH,
+    envvar="DDPKIT_OUT",
+    default="out",
+    help="Folder or URL of a run: its newest checkpoint. OUT/best, OUT/step-N: another one.",
+)
+
+
+@click.command(params=[CHOSEN, OPTIONS["device"]])
 @click.option("--prompt", help="Text to continue; ids, if the model was trained on token files.")
 @click.option("--max-new-tokens", type=COUNT, default=500, help="Number of tokens to generate.")
 @click.option("--num-samples", type=COUNT, default=1, help="Number of texts, made in one batch.")
@@ -1103,7 +1140,7 @@ def sample(
     seed: int | None,
     **settings: Any,  # temperature, top_k and top_p
 ) -> None:
-    """Print text that the newest checkpoint generates.
+    """Print text that a model generates.
 
     The end-of-text token of a tokenizer.json ends a text.
 
@@ -1183,7 +1220,7 @@ for parameter in sample.params:
     parameter.callback = check_number  # as in the flags of training
 
 
-@click.command("eval", params=[OPTIONS["out"], OPTIONS["device"]])
+@click.command("eval", params=[CHOSEN, OPTIONS["device"]])
 @click.option(
     "--data",
     type=PATH,
@@ -1191,7 +1228,7 @@ for parameter in sample.params:
     help="As in training.  [default: the validation data of the run]",
 )
 def evaluate(out: str, device: str, data: tuple[str, ...]) -> None:
-    """Print the exact loss of the newest checkpoint on a text.
+    """Print the exact loss of a model on a text.
 
     This is the mean over all tokens but the first.
 

@@ -19,7 +19,7 @@ OUT = click.argument("out", envvar="DDPKIT_OUT", default="out")
 @click.command()
 @OUT
 def info(out: str) -> None:
-    """Describe the newest checkpoint in OUT.
+    """Describe the newest checkpoint in the folder OUT, or OUT/best or OUT/step-N.
 
     Then print for each checkpoint whether it verifies.
 
@@ -29,12 +29,12 @@ def info(out: str) -> None:
     with run.usage_errors():
         from extras import describe
 
-        storage = run.open_storage(out)
-        state, lines = describe.verify_all(
-            storage.list_checkpoints(out), partial(storage.load, out)
-        )
+        folder, name = run.split_out(out)
+        storage = run.open_storage(folder)
+        entries = run.choose(storage.list_checkpoints(folder), name)
+        state, lines = describe.verify_all(entries, partial(storage.load, folder))
         if state:
-            texts = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
+            texts = (storage.read_text(folder, file) for file in ("metrics.jsonl", "config.json"))
             lines.insert(0, describe.describe(state, *texts))
     for line in lines:
         click.echo(line)
@@ -98,7 +98,9 @@ def tensorboard(outs: tuple[str, ...]) -> None:
 )
 @click.option("-o", "--output", required=True, metavar="PATH", help="Must not exist.")
 def export(out: str, format: str, output: str) -> None:
-    """Write the newest checkpoint in OUT for other programs. --init-from reads it again.
+    """Write a model for other programs. --init-from reads it again.
+
+    OUT: the folder of a run, for its newest checkpoint, or OUT/best or OUT/step-N.
 
     \b
       python run.py export out --format safetensors -o mine.safetensors
@@ -106,7 +108,7 @@ def export(out: str, format: str, output: str) -> None:
     with run.usage_errors():
         from extras import exchange, export
 
-        state = run.newest_checkpoint(out)
+        state = run.read_checkpoint(out)
         if format == "checkpoint":
             storage = run.open_storage(output)
             if os.path.lexists(output) or storage.list_checkpoints(output):

@@ -10,9 +10,7 @@ which do not run code from a file. export.py writes the other two formats.
 """
 
 import json
-import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,21 +76,13 @@ def read(path: str) -> Model:
         raise ValueError(f"{path}: {reason}") from error
 
 
-def start_state(path: str, out: str, storage: Any) -> dict[str, Any]:
+def start_state(path: str, found: dict[str, Any] | None) -> dict[str, Any]:
     """Return what run.py starts from with --init-from: model, config (flags), vocabulary, name.
 
-    path: the --out folder of another run, or what `read` takes. out: this run's folder. storage:
-    the functions of ckpt.py for `path`.
+    path: what --init-from says. found: the checkpoint of run.py there. None: `read` reads `path`.
     """
-    if os.path.realpath(path) == os.path.realpath(out):
-        raise ValueError(f"--init-from {path} is the folder of --out; choose another --out")
-    found, rejected = storage.newest(path)
-    for name, reason in rejected.items():
-        warnings.warn(f"{name}: {reason}; using {found.entry.name}", stacklevel=2)
-    if found and not {"config", "vocabulary"} <= found.state.keys():
-        raise ValueError(f"{path}/{found.entry.name}: was not written by run.py")
     if found:
-        sizes, vocabulary, weights = (found.state[k] for k in ("config", "vocabulary", "model"))
+        sizes, vocabulary, weights = (found[k] for k in ("config", "vocabulary", "model"))
     else:
         sizes, vocabulary, weights = read(path)
         vocabulary = {**vocabulary, "vocab": sizes["vocab"]}

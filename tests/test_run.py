@@ -992,6 +992,31 @@ def test_a_sample_depends_only_on_its_seed_and_the_loss_is_that_of_the_training(
     )
 
 
+def test_sample_and_eval_take_the_newest_the_best_or_a_named_checkpoint(undisturbed, tmp_path):
+    """The folder's own name may be that of a choice, too."""
+    out = Path(shutil.copytree(undisturbed(1), tmp_path / "step-7"))
+    entries = ckpt.list_checkpoints(f"{out}")
+    best = min(entries, key=lambda entry: entry.loss)
+    old, new = entries[0], entries[-1]
+    assert len({old, new}) == 2
+    words = ["--max-new-tokens", 30, "--seed", 1]
+
+    def loss(chosen: object) -> str:
+        ran = run("eval", "--out", chosen)
+        assert ran.code == 0, ran
+        return ran.out.split()[1]
+
+    def text(chosen: object) -> str:
+        return run("sample", "--out", chosen, *words).out
+
+    assert loss(out / "best") == f"{best.loss:.4f}" and text(out) == text(out / new.name)
+    assert text(out / f"step-{old.step}") == text(out / old.name) != text(out)
+    for wrong in ("step-9999", f"step-{old.step}-other.pt"):
+        assert_one_line(run("sample", "--out", out / wrong), f"{wrong}: there is no checkpoint")
+    (out / old.name).write_bytes(b"damaged")
+    assert_one_line(run("eval", "--out", out / old.name), "damaged: the content does not match")
+
+
 def test_a_sample_ends_before_the_stop_text_and_the_first_of_three_is_the_single_one(undisturbed):
     ask = ["sample", "--out", undisturbed(1), "--prompt", "the ", "--max-new-tokens", 60]
     whole = run(*ask, "--seed", 1).out

@@ -212,26 +212,6 @@ def test_a_path_that_does_not_exist_is_named_as_such(tmp_path):
 # ---------------------------------------------------------------------------------- --init-from
 
 
-def start_from(path: Path) -> dict[str, Any]:
-    return exchange.start_state(f"{path}", "out", ckpt)
-
-
-def test_the_newest_good_checkpoint_of_another_run_is_used(tmp_path):
-    model = of("char")[1]
-    words = {**model.vocabulary, "vocab": model.config["vocab"]}
-    whole = {"model": dict(model.weights), "config": model.config, "vocabulary": words}
-    for step in (1, 2):
-        last = ckpt.save(f"{tmp_path}", {**whole, "step": step}, step).name
-    (tmp_path / last).write_bytes(b"damaged")
-    with pytest.warns(UserWarning, match=f"^{last}: damaged.*; using step-00000001-"):
-        found = start_from(tmp_path)
-    assert same(found["model"], dict(model.weights)) and found["vocabulary"] == words
-    assert found["config"]["layers"] == 3 and found["config"]["tokenizer"] == "char"
-    ckpt.save(f"{tmp_path}", {"model": {"w": torch.ones(1)}}, 3)
-    with pytest.raises(ValueError, match="step-00000003-.*: was not written by run.py"):
-        start_from(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def trained(text, tmp_path_factory):
     """Return the --out folder of a run. Tests must not change it."""
@@ -256,6 +236,27 @@ def test_a_run_starts_from_an_out_folder_with_unchanged_weights(trained, text, t
     assert ran.code == 0, ran
     assert state(tmp_path)["vocabulary"] == state(trained)["vocabulary"]
     torch.testing.assert_close(state(tmp_path)["model"], state(trained)["model"], rtol=0, atol=1e-8)
+
+
+def test_a_run_starts_from_a_chosen_checkpoint(trained, text, tmp_path):
+    """A damaged newest one is left out, with a warning, and nothing is renamed."""
+    flags = ["--data", text, "--steps", 1, "--lr", 1e-9, "--dtype", "float32"]
+    out = shutil.copytree(trained, tmp_path / "out")
+    first, last = sorted(path.name for path in out.glob("step-*"))
+    for chosen in ("step-6", first):
+        begun = tmp_path / f"from {chosen}"
+        assert run(*flags, "--init-from", out / chosen, "--out", begun).code == 0
+        expected = torch.load(out / first, weights_only=True)["model"]
+        torch.testing.assert_close(state(begun)["model"], expected, rtol=0, atol=1e-8)
+    (out / last).write_bytes(b"damaged")
+    ran = run(*flags, "--init-from", out, "--out", tmp_path / "new")
+    assert ran.code == 0 and f"{last}: damaged" in ran.err and f"using {out}/{first}" in ran.err
+    torch.testing.assert_close(state(tmp_path / "new")["model"], expected, rtol=0, atol=1e-8)
+    mistaken(run(*flags, "--init-from", out / "step-6", "--out", out), "is in --out")
+    (out / first).unlink(), (out / last).unlink()
+    ckpt.save(f"{out}", {"model": {"w": torch.ones(1)}}, 3)
+    ran = run(*flags, "--init-from", out, "--out", tmp_path / "other")
+    mistaken(ran, "step-00000003-", "not written by this program")
 
 
 def test_training_starts_from_the_loss_of_transformers_and_resumes_without_the_model(
