@@ -252,7 +252,7 @@ def test_a_run_starts_from_a_chosen_checkpoint(trained, text, tmp_path):
     ran = run(*flags, "--init-from", out, "--out", tmp_path / "new")
     assert ran.code == 0 and f"{last}: damaged" in ran.err and f"using {out}/{first}" in ran.err
     torch.testing.assert_close(state(tmp_path / "new")["model"], expected, rtol=0, atol=1e-8)
-    mistaken(run(*flags, "--init-from", out / "step-6", "--out", out), "is in --out")
+    mistaken(run(*flags, "--init-from", out / "step-6", "--out", out), "--init-from")
     (out / first).unlink(), (out / last).unlink()
     ckpt.save(f"{out}", {"model": {"w": torch.ones(1)}}, 3)
     ran = run(*flags, "--init-from", out, "--out", tmp_path / "other")
@@ -316,7 +316,7 @@ def test_an_imported_folder_is_not_overwritten(exported, text, tmp_path):
     out = shutil.copytree(exported, tmp_path / "out")
     before = contents(out)
     ran = run("--init-from", out, "--data", text, "--out", f"{tmp_path}/./out")
-    mistaken(ran, "--init-from", "is the folder of --out")
+    mistaken(ran, "--init-from", "is in --out")
     assert contents(out) == before
 
 
