@@ -1,11 +1,15 @@
-"""The commands info, plot, tensorboard and export of run.py, which adds COMMANDS to its own.
+"""The commands info, plot, tensorboard, export, plan and verify, which run.py adds to its own.
 
 Importing this file takes no time: what the commands need is imported when one of them is used.
 """
 
+import multiprocessing
 import os
+import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -125,4 +129,131 @@ def export(out: str, format: str, output: str) -> None:
     click.echo(f"wrote {output}")
 
 
-COMMANDS = [info, plot, tensorboard, export]
+@click.command(params=[*run.OPTIONS.values()])
+@click.option("--ranks", type=run.COUNT, help="Number of processes.  [default: that of --spawn]")
+@click.option("--gpu", type=click.Choice([*run.DATASHEET]), default="H100", help="For the hours.")
+@click.option(
+    "--mfu",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.4,
+    help="Part of the GPU's bfloat16 rate that the training reaches.",
+)
+@click.option(
+    "--config",
+    metavar="FILE",
+    help="A TOML file of flags, as in training.",
+    callback=run.read_config,
+    is_eager=True,
+    expose_value=False,
+)
+def plan(ranks: int | None, gpu: str, mfu: float, **values: Any) -> None:
+    """Print what a new run with these flags will need, without training.
+
+    It reads the data, and prints steps, memory, what is sent, FLOP and hours. It plans for GPUs
+    and without torch.compile, which needs less memory. --device cpu plans for CPUs.
+
+    \b
+      python run.py plan --data mine.txt --layers 12 --heads 12 --embd 768 --ranks 8 --gpu A100
+    """
+    source, ctx = click.core.ParameterSource, click.get_current_context()
+    given = {n for n in values if ctx.get_parameter_source(n) is not source.DEFAULT}
+    flags = run.Flags(**values)
+    ranks = ranks or flags.spawn or 1
+    device = "cpu" if flags.device == "cpu" else "cuda"
+    if flags.dtype == "auto" and device == "cuda":
+        flags = replace(flags, dtype="bfloat16")
+    with run.usage_errors():
+        import chardata
+        import ddp_setup
+        import gpt
+        from extras import plan
+
+        world = ddp_setup.World(0, 0, 1, 1)  # reads the data alone
+        saved = {}
+        if flags.init_from is not None:
+            source_of_model = run.open_storage(flags.init_from)
+            saved = run.extra("exchange").start_state(flags.init_from, flags.out, source_of_model)
+        flags = run.complete_flags(flags, given, saved, world.device)
+        corpus, batches, validation = run.load_data(flags, given, saved, world)
+        per_epoch = chardata.steps_per_epoch(batches)
+        config = run.model_config(vars(flags) | {"vocab": corpus.vocab})
+        groups = gpt.parameter_groups(gpt.build(config, None))
+    total = min(flags.epochs * per_epoch, flags.steps or sys.maxsize)
+    tokens = chardata.tokens_before(batches, total)
+    windows = -(-flags.batch_size // ranks)
+    micro_batches = min(flags.accum, windows)
+    job = plan.Job(
+        config.arch,
+        config.vocab,
+        config.layers,
+        config.embd,
+        config.block_size,
+        {kind: [p.numel() for p in group] for kind, group in groups.items()},
+        flags.optimizer,
+        flags.dtype,
+        rows=-(-windows // micro_batches),
+        micro_batches=micro_batches,
+        ranks=ranks,
+        heads=config.heads,
+        checkpoint_activations=flags.checkpoint_activations,
+        device=device,
+    )
+    flop = gpt.flops_per_token(config) * tokens
+    hours = flop / (run.DATASHEET[gpu] * mfu * ranks) / 3600
+    time = f"; {hours:,.3g} hours on {ranks} x {gpu} at {mfu:.0%} MFU" if device == "cuda" else ""
+    parts = ", ".join(f"{sum(sizes):,} in {kind}" for kind, sizes in job.sizes.items())
+    training, other = (chardata.num_tokens(each.tokens) for each in (batches, validation))
+    for line in (
+        f"parameters   {plan.parameters(job):,}: {parts}",
+        f"data         {training:,} tokens, and {other:,} for an evaluation; {corpus.vocab} different",
+        f"steps        {per_epoch:,} in an epoch, {total:,} in all",
+        f"tokens       {flags.batch_size * flags.block_size:,} in a step, {tokens:,} in all",
+        f"each rank    {windows} windows in a step; micro-batches: {micro_batches}, of {job.rows}",
+        f"checkpoint   {plan.size(plan.checkpoint(job))}; --keep {flags.keep} keeps "
+        f"{plan.size(plan.checkpoint(job) * (flags.keep + 1))}, with the best one",
+        f"computation  {flop:.3g} FLOP in {flags.dtype}{time}",
+        "",
+        *plan.table(job),
+    ):
+        click.echo(line)
+    if flags.batch_size < ranks:
+        run.warn(f"{ranks - flags.batch_size} ranks have no window; give a higher --batch-size")
+
+
+@click.command(params=[run.OPTIONS["device"]])
+@OUT
+@click.option(
+    "--from", "first", type=run.COUNT, help="First step.  [default: the one kept before --to]"
+)
+@click.option("--to", "last", type=run.COUNT, help="Last step.  [default: the newest one kept]")
+@click.option("--data", type=run.PATH, help="As in training, if it has moved.")
+@click.option("--spawn", type=run.COUNT, metavar="N", help="Start N processes, as in training.")
+def verify(
+    out: str,
+    first: int | None,
+    last: int | None,
+    device: str,
+    data: str | None,
+    spawn: int | None,
+) -> int:
+    """Train from one kept checkpoint in OUT to the next one again, and compare.
+
+    With the same number of ranks and CPU threads, torch and kind of CPU, all weights and moments
+    must be equal, bit for bit. If they are not, a device has made a mistake, or the settings do
+    not give the same result twice. (On CUDA, they do only with deterministic algorithms.) Exit
+    code 0: equal. It writes only to a temporary folder, so OUT may be in use.
+
+    \b
+      python run.py verify out --from 100 --to 200
+      torchrun --nproc-per-node 4 run.py verify out
+    """
+    with run.usage_errors():
+        import ddp_setup
+        from extras import verify
+
+    if spawn and not multiprocessing.parent_process():
+        return ddp_setup.spawn(run.program, spawn)
+    return verify.verify(out, first, last, device, data)
+
+
+COMMANDS = [info, plot, tensorboard, export, plan, verify]
