@@ -8,7 +8,7 @@
         weight = 1 / count if count else 0
         for x, y in micro_batches:
             (weight * loss_sum(model, x, y)).backward()  # loss_sum: your function
-        ...  # sum the gradients over all ranks and update; before a save: verify_unchanged(corpus)
+        ...  # sum the gradients over all ranks and update; at the end: verify_unchanged(corpus)
 
 DistributedDataParallel averages the gradients: with it, use world_size * weight.
 
@@ -270,10 +270,10 @@ def _stamp(name: str) -> Stamp:
 def verify_unchanged(corpus: Corpus) -> None:
     """Raise OSError if the size or modification time of a file has changed since read().
 
-    Call this before each save and at the end, because if a mapped file changes, training reads
-    other tokens without an error. If only some ranks raise the error, the caller must end the
-    others. Texts of kind "char" are not checked. (If a mapped file becomes shorter, the operating
-    system can kill the process.)
+    Call this at the end, or now and then, because if the content of a mapped file changes, this
+    process reads other tokens without an error. (A mapped file that was deleted or replaced keeps
+    its content here.) It may be raised on some ranks only. Texts of kind "char" are not checked. If
+    a mapped file becomes shorter, the operating system can kill the process.
     """
     for stamp in corpus.stamps:
         if _stamp(stamp[0]) != stamp:

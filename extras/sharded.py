@@ -199,8 +199,8 @@ def write(
 ) -> Any:
     """Write a snapshot as a checkpoint. Every rank must call this. Rank 0 gets the entry.
 
-    The folder must exist. If `held`, what lock() returned on this rank, is a lock, the folder must
-    still have it. If only rank 0 has locked the folder, the other ranks pass None.
+    held: what lock() returned on rank 0. If it is a lock, the folder must still have it: see
+    ckpt.check_lock. Otherwise, rank 0 creates the folder. Other ranks ignore this argument.
 
     Afterwards, the checkpoint is complete and durable, or absent. If a rank fails, rank 0 alone
     raises OSError or ValueError.
@@ -208,7 +208,7 @@ def write(
     temporary = Path(folder, f"{ckpt.TEMPORARY}{step}")
     first = dist.get_rank() == 0
     try:
-        _call_together(group, partial(_check_save, ckpt, folder, step, held))
+        _call_together(group, partial(_prepare_save, ckpt, folder, step, held))
     except (OSError, ValueError):
         if first:
             raise
@@ -229,11 +229,12 @@ def write(
             raise
 
 
-def _check_save(ckpt: ModuleType, folder: str, step: int, held: IO[str] | None) -> None:
-    """Raise an error if a save may not begin."""
+def _prepare_save(ckpt: ModuleType, folder: str, step: int, held: IO[str] | None) -> None:
+    """Check the lock of the folder, or create the folder, as ckpt.save does."""
     if step < 0:
         raise ValueError(f"step is {step}; must be at least 0")
-    ckpt.check_lock(folder, held)
+    if dist.get_rank() == 0:
+        ckpt.check_lock(folder, held) if held else ckpt.make_folder(folder)
 
 
 def _call_together(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> Any:

@@ -68,7 +68,7 @@ def test_slurm_srun_starts_the_program_on_each_task(tmp_path):
 @pytest.mark.parametrize(
     "codes, code, starts",
     [([1, 3, 137, 0, 1], 0, 4), ([2, 0], 2, 1)],
-    ids=["the training is done", "a mistake in the flags"],
+    ids=["the training is done", "another start would not help"],
 )
 def test_restart_starts_a_run_again_until_it_ends(tmp_path, codes, code, starts):
     (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))

@@ -5,9 +5,12 @@ import re
 from functools import cache
 
 import pytest
+import torch
 from conftest import ROOT
 from documents import code_blocks
 from scripts import MODULES, STOP, TUTORIAL, Outcome, assert_close, copy, run, start
+
+import ckpt
 
 SCRIPTS = sorted(TUTORIAL.glob("[0-9]_*.py"))
 
@@ -72,6 +75,22 @@ def test_a_signal_in_the_last_step_is_no_stop(outcome, tmp_path):
     script = copy(SCRIPTS[4], tmp_path, STOP.format(step=80, last_rank=0))
     done = start(script, tmp_path, 1)
     assert (done.returncode, done.stdout.splitlines()) == (0, outcome(4, 1).lines)
+
+
+RESUMING = [path for path in sorted(TUTORIAL.glob("*.py")) if "ckpt.newest" in path.read_text()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", RESUMING, ids=lambda path: path.name)
+def test_a_checkpoint_that_cannot_be_read_stays_and_no_older_one_is_used(tmp_path, script, ranks):
+    """It may be good."""
+    (name,) = {*re.findall('ckpt.newest\\("(.*?)"', script.read_text())}
+    old, new = (ckpt.save(tmp_path / name, {"model": {"w": torch.ones(1)}}, n) for n in (1, 2))
+    (tmp_path / name / new.name).unlink()
+    (tmp_path / name / new.name).symlink_to("/proc/self/mem")  # its first bytes give EIO
+    done = start(script, tmp_path, ranks)
+    assert done.returncode == 1 and "[Errno 5] Input/output error" in done.stderr, done
+    assert sorted(path.name for path in (tmp_path / name).iterdir()) == [old.name, new.name]
 
 
 SLOW_SAVE = """
