@@ -206,7 +206,8 @@ class Flags:
     device: str = option("auto", "Device to use.", ["auto", "cpu", "cuda", "mps"])
     dtype: str = option(
         "auto",
-        "Type of the computation; weights stay float32. auto: bfloat16 where it is faster.",
+        "Type of the computation; weights stay float32. auto: bfloat16 where it is faster. "
+        "On CUDA, float32 uses TF32 only if the variable TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is 1.",
         ["auto", "float32", "bfloat16", "float16"],
     )
     compile: bool | None = option(
@@ -830,6 +831,7 @@ def describe_machine(world: ddp_setup.World, dtype: torch.dtype) -> Values:
         "ranks": world.size,
         "device": f"{world.device}",
         "torch": f"{torch.__version__}",
+        "float32_precision": torch.get_float32_matmul_precision(),  # "highest" is without TF32
         "threads": torch.get_num_threads() if world.device.type == "cpu" else 0,
         "peak_flops": peak * world.size,
         "peak_flops_source": source,

@@ -765,6 +765,7 @@ def test_metrics_and_printed_lines_have_the_documented_values(fifty, text):
         "steps": 50,
     }
     expected |= {"device": "cpu", "peak_flops_source": "measured", "torch": torch.__version__}
+    expected |= {"float32_precision": "highest"}
     assert expected.items() <= config(out).items() and config(out)["peak_flops"] > 1e6
     very_long = dict(step=1, epoch=0.0, loss=3.0, lr=0.1, tokens_per_s=1.0)
     assert program.format_record(very_long, 10**17, 1e17).startswith("step 1/1")
