@@ -473,6 +473,8 @@ def newest(
                 # Another process has deleted it: start again.
                 return newest(folder, load, list_checkpoints)
             if isinstance(error, OSError):
+                if error.errno:  # An error of read() does not name its file.
+                    error.filename = error.filename or entry.name
                 raise
             rejected[entry.name] = f"{error}"
     if rejected:
@@ -550,7 +552,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
                 raise BlockingIOError(f"in use by another run: {file.read()}") from None
             time.sleep(0.05)
         except OSError as error:
-            text = f"{error.strerror}: no locks here, so nothing keeps a second run out"
+            text = f"nothing keeps a second run out of {folder}: {error.strerror}"
             warnings.warn(text, stacklevel=2)
             return None
     file.truncate(0)

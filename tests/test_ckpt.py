@@ -713,7 +713,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_because_it_may_be_good(fol
     """Otherwise it would be set aside, and the run would continue from an older one."""
     _, new = save_some(folder, 1, 2)
     UNREADABLE[kind][0](Path(folder, new.name))
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match=new.name) as caught:
         ckpt.newest(folder)
     assert caught.value.errno == UNREADABLE[kind][1]
 
@@ -1052,7 +1052,7 @@ def test_lock_is_none_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(ckpt.fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="No locks available.* nothing keeps a second run out"):
+    with pytest.warns(UserWarning, match="^nothing keeps a second run out of .*: No locks available$"):
         held = ckpt.lock(tmp_path)
     assert held is None and f"{ckpt.TEMPORARY}12345" in names(tmp_path)
     ckpt.check_lock(tmp_path, held)

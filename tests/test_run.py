@@ -360,7 +360,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_and_stays(undisturbed, tmp
     newest.symlink_to("/proc/self/mem")  # its first bytes give EIO
     before = sorted(out.iterdir())
     ran = run(*command.split(), "--out", out)
-    assert_one_line(ran, "Input/output error", code=1)
+    assert_one_line(ran, f"Input/output error: '.*{newest.name}'", code=1)
     assert sorted(out.iterdir()) == before
 
 
