@@ -833,12 +833,18 @@ def test_an_error_of_the_disk_leaves_what_was_there(folder, monkeypatch, owner, 
     assert names(folder) == [old.name]
 
 
-@pytest.mark.parametrize("name", ["s3://bucket/out", Path("s3://bucket/out"), ""])
+@pytest.mark.parametrize("name", ["s3://bucket/out", Path("s3://bucket/out"), "git+ssh:/a", ""])
 def test_a_url_and_an_empty_name_are_refused_and_nothing_is_made(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"is empty or a URL; for URLs see extras/remote\.py"):
         save_some(name, 1)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a:/b", "new/data:/b"])
+def test_a_colon_in_a_name_does_not_make_it_a_url(name, tmp_path):
+    save_some(f"{tmp_path}/{name}", 1)
+    assert len(names(tmp_path / name)) == 1
 
 
 def test_the_current_folder_can_be_named_by_a_dot(tmp_path, monkeypatch):
