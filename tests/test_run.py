@@ -875,9 +875,11 @@ def test_warnings_are_one_line_a_fatal_signal_has_a_traceback_and_openmp_waits_o
 
 
 @pytest.mark.parametrize("error", [False, True], ids=["stdout", "stderr"])
-def test_lines_that_a_stopped_terminal_does_not_take_are_left_out_and_counted(error, capfd):
+def test_lines_that_a_stopped_terminal_does_not_take_are_left_out_and_counted(error):
     controller, number = os.openpty()
     redirect = redirect_stderr if error else redirect_stdout
+    watchdog = threading.Timer(20, os.write, (controller, b"\x11"))  # ends a test that hangs
+    watchdog.start()
     with open(number, "w") as terminal, redirect(terminal):
         os.write(controller, b"\x13")  # Ctrl-S
         wait_for(lambda: not select.select([], [terminal], [], 0)[1], "Ctrl-S")
@@ -887,6 +889,7 @@ def test_lines_that_a_stopped_terminal_does_not_take_are_left_out_and_counted(er
         wait_for(lambda: select.select([], [terminal], [], 0)[1], "Ctrl-Q")
         program.say("three", error)
         program.say("four", error)
+        watchdog.cancel()
         printed = b""
         while b"four\r\n" not in printed:
             printed += os.read(controller, 1000)
@@ -957,7 +960,7 @@ def test_a_run_does_not_begin_where_another_runs_or_has_just_written(text, tmp_p
 
 CASES = {
     "--data no/such.txt": "no/such.txt",
-    "--data 'no/a  b'": "no/a  b:",
+    "--data 'no/a  b'": "'no/a  b'",
     "--data {bad}/empty.txt": "empty.txt.*empty",
     "--data {bad}/short.txt": "short.txt.*16",
     "--data {bad}/latin.txt": "latin.txt.*0xe9 in position 3.*byte",
