@@ -615,7 +615,7 @@ def read_text(folder: str, name: str) -> str:
 
 def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
-    if not folder or re.search(r"\w\w:/", f"{folder}"):  # Path turns "s3://" into "s3:/".
+    if not folder or re.match(r"\w[\w+.-]+:/", f"{folder}"):  # Path turns "s3://" into "s3:/".
         raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder)
     for each in [*reversed(path.parents), path]:
