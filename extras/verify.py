@@ -1,4 +1,4 @@
-"""Train a part of a run again, from one kept checkpoint to another one, and compare the two results.
+"""Train a part of a run again, from one kept checkpoint to another one, and compare the results.
 
     code = verify("out", first=100, last=200, device="auto", data=None)
 
@@ -80,11 +80,12 @@ def verify(out: str, first: int | None, last: int | None, device: str, data: str
                     part.given | more.keys(),
                     world,
                     lambda: asked() or next(calls) >= part.end - part.start,
-                    ckpt,  # type: ignore[arg-type]
+                    ckpt,
                     **arguments,
                 )
         except click.UsageError as error:
-            error.message = error.message.replace(folder, out)
+            # Name the folder that the user knows.
+            setattr(error, "message", error.message.replace(folder, out))
             raise
         return ddp_setup.from_rank_zero(lambda: judge(part, folder, state, config), world)
 
@@ -100,7 +101,7 @@ def choose(entries: Sequence[ckpt.Entry], first: int | None, last: int | None) -
     if not {start, end} <= kept.keys() or start >= end:
         have = ", ".join(map(str, kept)) or "none"
         raise ValueError(
-            f"verify needs the checkpoints of two steps, and not {start} and {end}; kept are: {have}"
+            f"verify needs checkpoints of two steps, and not of {start} and {end}; kept are: {have}"
         )
     return [kept[start], kept[end]]
 
