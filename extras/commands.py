@@ -225,20 +225,19 @@ def make_job(flags: run.Flags, config: Any, model: Any, ranks: int) -> Any:
     )
 
 
-@click.command(params=[run.OPTIONS["device"]])
+@click.command(params=[run.OPTIONS[name] for name in ("device", "data")])
 @OUT
 @click.option(
     "--from", "first", type=run.COUNT, help="First step.  [default: the one kept before --to]"
 )
 @click.option("--to", "last", type=run.COUNT, help="Last step.  [default: the newest one kept]")
-@click.option("--data", type=run.PATH, help="As in training, if it has moved.")
 @click.option("--spawn", type=run.COUNT, metavar="N", help="Start N processes, as in training.")
 def verify(
     out: str,
     first: int | None,
     last: int | None,
     device: str,
-    data: str | None,
+    data: Any,
     spawn: int | None,
 ) -> int:
     """Train from one kept checkpoint in OUT to the next one again, and compare.
@@ -246,7 +245,8 @@ def verify(
     With the same number of ranks and CPU threads, torch and kind of CPU, all weights and moments
     must be equal, bit for bit. If they are not, a device has made a mistake, or the settings do
     not give the same result twice. (On CUDA, they do only with deterministic algorithms.) Exit
-    code 0: equal. It writes only to a temporary folder, so OUT may be in use.
+    code 0: equal. It writes only to a temporary folder, so OUT may be in use. Give --data only if
+    the data has moved.
 
     \b
       python run.py verify out --from 100 --to 200

@@ -39,9 +39,10 @@ class Part(NamedTuple):
     given: set[str]  # names of the flags that must not come from the first checkpoint
 
 
-def verify(out: str, first: int | None, last: int | None, device: str, data: str | None) -> int:
+def verify(out: str, first: int | None, last: int | None, device: str, data: Any) -> int:
     """Print whether the steps from `first` to `last` give the same result again: see choose.
 
+    data: as in Flags, if the data has moved.
     All ranks call this. Return 0 if all tensors are bitwise equal, 1 if not, 3 after a stop signal.
     """
     with (
@@ -57,7 +58,7 @@ def verify(out: str, first: int | None, last: int | None, device: str, data: str
         )
         part = ddp_setup.from_rank_zero(lambda: plan_part(state, config, folder), world)
         more: Values = {"out": folder, "device": device}
-        if data is not None:
+        if data:
             more["data"] = data
         flags = run.Flags(**part.flags | more)
         if rank0:
