@@ -39,6 +39,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import time
 import uuid
 import warnings
@@ -189,7 +190,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def resume_(
-    folder: str, model: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
+    folder: str,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    scheduler: Any = None,
+    files: Any = None,
 ) -> tuple[int, State]:
     """Continue from the newest checkpoint of a folder. Return its step and its other values.
 
@@ -199,23 +204,26 @@ def resume_(
     scheduler: one of torch. snapshot() must have got scheduler=scheduler.state_dict(). Its learning
         rates are restored too, but no other setting of an optimizer that it changes, such as the
         momentum with OneCycleLR.
+    files: has the functions to use: this module, by default, or storage() of extras/remote.py or
+        extras/sharded.py.
 
     Only rank 0 reads the folder. It sets damaged checkpoints aside, with a warning, and raises the
     errors of newest(). The other ranks wait until it has read, or until its process ends. Then all
     raise the errors of restore_().
     """
+    files = files or sys.modules[__name__]
     values: list[Any] = [(0, {})]
     state: State = {}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        found, rejected = newest(folder)
+        found, rejected = files.newest(folder)
         for name, reason in rejected.items():
-            set_aside(folder, name)
+            files.set_aside(folder, name)
             warnings.warn(f"{name}: {reason}; set aside", stacklevel=2)
         if found:
             state = found.state
             more = {k: v for k, v in state.items() if k not in ("model", "optimizers")}
             values = [(found.entry.step, more)]
-    restore_(state, model, optimizers)
+    files.restore_(state, model, optimizers)
     if dist.is_initialized():
         dist.broadcast_object_list(values)
     step, more = values[0]
