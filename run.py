@@ -129,7 +129,8 @@ class Flags:
     data: tuple[str, ...] = option(
         (),
         "Text, or tokens (.bin, .npy): a file, a glob or a URL; can be given several times. Texts "
-        "are joined with a line break; with a tokenizer.json, its end-of-text token ends each.",
+        "are joined with a line break. With a tokenizer.json, its end-of-text token ends each, and "
+        'each line of a .jsonl is a text, its field "text".',
         PATH,
         multiple=True,
     )
