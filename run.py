@@ -136,7 +136,8 @@ class Flags:
     data: tuple[str, ...] = option(
         (),
         "Text, or tokens (.bin, .npy): a file, a glob or a URL; can be given several times. Texts "
-        "are joined with a line break; with a tokenizer.json, its end-of-text token ends each.",
+        "are joined with a line break. With a tokenizer.json, its end-of-text token ends each, and "
+        'each line of a .jsonl is a text, its field "text".',
         PATH,
         multiple=True,
     )
@@ -151,7 +152,9 @@ class Flags:
     )
     tokenizer: str = option("char", "How text becomes tokens.", metavar="char|byte|TOKENIZER.json")
     val_fraction: float = option(0.1, "Fraction of the data, at its end, for validation.", FRACTION)
-    block_size: int = option(128, "Context length in tokens.", COUNT)
+    block_size: int = option(
+        128, "Context length in tokens; with --init-from, at most that of the model.", COUNT
+    )
     batch_size: int = option(16, "Sequences per optimizer step, summed over all ranks.", COUNT)
     seed: int = option(0, "Seed for weights, data order and dropout.", SEED)
     arch: str = option(
@@ -316,7 +319,9 @@ def train(
     """
     rank0 = world.rank == 0
     # Only rank 0 reads the checkpoint. `saved` is the same without its tensors, on all ranks.
-    state = ddp_setup.wait_together(lambda: find_start(asked, storage) if rank0 else {}, world)
+    state = ddp_setup.wait_together(
+        lambda: find_start(asked, given, storage) if rank0 else {}, world
+    )
     saved = ddp_setup.from_rank_zero(
         lambda: {key: state[key] for key in state.keys() - {"model", "optimizers"}}, world
     )
@@ -530,17 +535,22 @@ def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
     return state
 
 
-def find_start(flags: Flags, storage: ModuleType) -> Values:
+def find_start(flags: Flags, given: set[str], storage: ModuleType) -> Values:
     """Return the newest checkpoint, or the model of --init-from, or {} for a new model."""
-    state = find_checkpoint(flags.out, storage)
-    if state or flags.init_from is None:
-        return state
+    return find_checkpoint(flags.out, storage) or read_init(flags, given)
+
+
+def read_init(flags: Flags, given: set[str]) -> Values:
+    """Return the model of --init-from, with the context of a given --block-size, or {}."""
+    if flags.init_from is None:
+        return {}
     folder, _ = split_out(flags.init_from)
     if os.path.realpath(folder) == os.path.realpath(flags.out):
         raise ValueError(f"--init-from {flags.init_from} is in --out; choose another --out")
     ours = open_storage(folder).list_checkpoints(folder)  # [] for files of other programs
     old = read_checkpoint(flags.init_from) if ours else None
-    return extra("exchange").start_state(flags.init_from, old)  # type: ignore[no-any-return]
+    size = flags.block_size if "block_size" in given else None
+    return extra("exchange").start_state(flags.init_from, old, size)  # type: ignore[no-any-return]
 
 
 def agree_on_flags(asked: Flags, given: set[str], saved: Values, world: ddp_setup.World) -> Flags:

@@ -168,10 +168,7 @@ def plan(ranks: int | None, gpu: str, mfu: float, **values: Any) -> None:
         from extras import plan
 
         world = ddp_setup.World(0, 0, 1, 1)  # reads the data alone
-        saved = {}
-        if flags.init_from is not None:
-            source_of_model = run.open_storage(flags.init_from)
-            saved = run.extra("exchange").start_state(flags.init_from, flags.out, source_of_model)
+        saved = run.read_init(flags, given)
         flags = run.complete_flags(flags, given, saved, world.device)
         corpus, batches, validation = run.load_data(flags, given, saved, world)
         per_epoch = chardata.steps_per_epoch(batches)

@@ -6,10 +6,12 @@
 
 All formats but nanoGPT's need the package safetensors. Of Hugging Face's models, only GPT-2 can be
 read, and nothing is downloaded. Files are read with safetensors and torch.load(weights_only=True),
-which do not run code from a file. export.py writes the other two formats.
+which do not run code from a file, and nanoGPT's meta.pkl with an unpickler that refuses code.
+export.py writes the other two formats.
 """
 
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +51,7 @@ class Model(NamedTuple):
 def read(path: str) -> Model:
     """Read a Hugging Face folder, a nanoGPT ckpt.pt or its folder, or a .safetensors of export.py.
 
+    If nanoGPT's meta.pkl is beside a ckpt.pt, the vocabulary is the characters in it.
     ValueError, OSError or ImportError says why a model cannot be read.
     """
     folder = Path(path)
@@ -76,10 +79,13 @@ def read(path: str) -> Model:
         raise ValueError(f"{path}: {reason}") from error
 
 
-def start_state(path: str, found: dict[str, Any] | None) -> dict[str, Any]:
+def start_state(
+    path: str, found: dict[str, Any] | None, block_size: int | None = None
+) -> dict[str, Any]:
     """Return what run.py starts from with --init-from: model, config (flags), vocabulary, name.
 
     path: what --init-from says. found: the checkpoint of run.py there. None: `read` reads `path`.
+    block_size: a context that may be shorter than that of the model; ValueError if it is longer.
     """
     if found:
         sizes, vocabulary, weights = (found[k] for k in ("config", "vocabulary", "model"))
@@ -87,6 +93,16 @@ def start_state(path: str, found: dict[str, Any] | None) -> dict[str, Any]:
         sizes, vocabulary, weights = read(path)
         vocabulary = {**vocabulary, "vocab": sizes["vocab"]}
     flags = {name: sizes[name] for name in ("arch", "layers", "heads", "embd", "block_size")}
+    longest = flags["block_size"]
+    if block_size:
+        if block_size > longest:
+            raise ValueError(
+                f"--block-size {block_size}: the context of {path} has {longest} tokens; give "
+                f"{longest} or less"
+            )
+        flags["block_size"] = block_size
+        if "positions.weight" in weights:
+            weights = {**weights, "positions.weight": weights["positions.weight"][:block_size]}
     kind = vocabulary["kind"]
     if kind in ("ids", "tokenizer"):
         flags["vocab"] = vocabulary["vocab"]
@@ -213,12 +229,42 @@ def read_nanogpt(path: Path) -> Model:
         ) from error
     match state:
         case {"model": dict(weights), "model_args": {"n_head": heads}}:
-            return from_gpt2(weights, heads, conv1d=False)
+            model = from_gpt2(weights, heads, conv1d=False)
         case _:
             raise ValueError(
                 "is not a nanoGPT checkpoint with 'model' and 'model_args'; for a checkpoint of "
                 "run.py name its folder"
             )
+    meta = path.with_name("meta.pkl")
+    if not meta.exists():
+        return model
+    chars = read_nanogpt_chars(meta)
+    if len(chars) != (vocab := model.config["vocab"]):
+        raise ValueError(f"meta.pkl has {len(chars)} tokens; the model has {vocab}")
+    return model._replace(vocabulary={"kind": "char", "chars": chars})
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Reads numbers, texts and containers. What a pickle can call has a name, so it is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"contains code, which is not run: {module!r}, {name!r}")
+
+
+def read_nanogpt_chars(path: Path) -> str:
+    """Return the characters of nanoGPT's meta.pkl, in the order of their ids."""
+    with open(path, "rb") as file:
+        try:
+            itos = dict(_DataUnpickler(file).load()["itos"])
+            chars = [itos[i] for i in range(len(itos))]
+            if not all(isinstance(char, str) and len(char) == 1 for char in chars):
+                raise ValueError("its tokens are not characters")
+            if len({*chars}) < len(chars):
+                raise ValueError("a character occurs twice")
+        except Exception as error:  # a damaged file can raise anything
+            reason = f"{error}" if isinstance(error, ValueError) else repr(error)
+            raise ValueError(f"{path.name} is not the vocabulary of nanoGPT: {reason}") from None
+    return "".join(chars)
 
 
 def read_safetensors(path: Path) -> Model:

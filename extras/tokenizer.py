@@ -5,6 +5,8 @@
     ids = encode("The ", "tokenizer", tokenizer_json)
     for text in decode(ids, "tokenizer", tokenizer_json): print(text, end="")
 
+A .jsonl has one document per line: an object whose field "text" is a string.
+
 encode and decode have the arguments of those in chardata.py, and do not use `kind`. encode_files
 cuts the text, so with some tokenizers its ids can differ from those of the whole text. Needs numpy,
 filelock and tokenizers.
@@ -18,7 +20,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -98,6 +100,7 @@ def read_corpus(
 ) -> Any:
     """Return a chardata.Corpus of kind "tokenizer". Text files are encoded; .bin and .npy hold ids.
 
+    Each line of a .jsonl is a text: see encode_files.
     chardata: the module. files: [] means its default text. path: a tokenizer.json. tokenizer_json:
     the text of the one in a checkpoint, or "". If it is not "", it is used, and `path` may be "" or
     a file that is gone. ValueError if the file is another tokenizer. vocab: a number above every
@@ -153,8 +156,9 @@ def encode_files(
 ) -> str:
     """Return the path of a .npy with the ids of text files, one file after the other.
 
-    After each file comes the end_of_text() of the tokenizer, if it has one; else a line break
-    between files that do not end with one. A byte order mark is left out.
+    A text is a file, or, in a .jsonl, the field "text" of a line. Empty texts are left out. After
+    each text comes the end_of_text() of the tokenizer, if it has one; else a line break between
+    texts that do not end with one. A byte order mark is left out.
 
     The .npy is in the folder `cache`, complete or absent. It is made again if the tokenizer or the
     path, size or time of a file changes. The first process that needs it makes it, and the others
@@ -166,8 +170,8 @@ def encode_files(
     (That of Llama 2 adds a space at the beginning of each piece.) If there is no such place, a
     piece ends after a line or anywhere, where the ids can differ.
 
-    UnicodeError if a byte is not UTF-8. ValueError if there is no text, or if the tokenizer cannot
-    encode it. OSError if the cache cannot be written.
+    UnicodeError if a byte is not UTF-8. ValueError if there is no text, if a line of a .jsonl is
+    not an object with a string "text", or if the tokenizer cannot encode a text. OSError if the cache cannot be written.
     """
     made = "" if files else default()
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
@@ -175,13 +179,15 @@ def encode_files(
     if not size:
         raise ValueError(f"{', '.join(files) or 'the text'}: is empty")
     # one after the other, because the number of open files is limited
-    texts: Iterable[np.ndarray] = (np.memmap(file, np.uint8, "r") for file, s in stats if s.st_size)
+    texts = chain.from_iterable(_texts(file) for file, s in stats if s.st_size)
     if made:
-        texts = [np.frombuffer(made.encode(), np.uint8)]
+        texts = iter([np.frombuffer(made.encode(), np.uint8)])
     # ctime, because tar can set any mtime
     version = [(file, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
-    # "joined": older versions did not write ends of texts and line breaks.
-    key = hashlib.sha256(f"joined\n{version}\n{made}\n{tokenizer_json}".encode())
+    # Versions of this program: one did not write ends of texts and line breaks ("joined"), and one
+    # encoded a .jsonl like a .txt.
+    how = "joined" + ", lines" * any(file.endswith(".jsonl") for file in files)
+    key = hashlib.sha256(f"{how}\n{version}\n{made}\n{tokenizer_json}".encode())
     path = os.path.join(cache, key.hexdigest()[:32], "tokens.npy")
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with FileLock(os.path.join(os.path.dirname(path), ".lock")):
@@ -212,10 +218,30 @@ def _write(file: BinaryIO, ids: Iterable[Sequence[int]], dtype: np.dtype) -> Non
     for some in ids:
         file.write(np.array(some, dtype).tobytes())
         count += len(some)
+    if not count:
+        raise ValueError("there is no text")
     file.seek(0)
     np.lib.format.write_array_header_1_0(file, {**header, "shape": (count,)})
     file.flush()
     os.fsync(file.fileno())
+
+
+def _texts(path: str) -> Iterator[np.ndarray]:
+    """Yield the texts of a file, each (n,) uint8 of UTF-8. A .jsonl is read line by line."""
+    if not path.endswith(".jsonl"):
+        yield np.memmap(path, np.uint8, "r")
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = json.loads(line.decode("utf-8-sig"))["text"].encode()
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                raise ValueError(
+                    f'{path}: line {number} is not a JSON object with a string "text", in UTF-8: '
+                    f"{line[:60]!r}"
+                ) from None
+            if text:
+                yield np.frombuffer(text, np.uint8)
 
 
 def _ids(tokenizer: Tokenizer, texts: Iterable[np.ndarray]) -> Iterator[list[int]]:

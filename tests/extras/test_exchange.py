@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -142,6 +143,67 @@ def nano(model: exchange.Model, file: Path, **more: Any) -> None:
     torch.save({**state, "iter_num": 5, **more}, file)
 
 
+class Intruder:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch was-run",)
+
+
+def write_meta(folder: Path, chars: str, **more: Any) -> None:
+    """Write the vocabulary of a text, as nanoGPT's prepare.py does."""
+    itos, stoi = dict(enumerate(chars)), {char: i for i, char in enumerate(chars)}
+    meta = {"vocab_size": len(chars), "itos": itos, "stoi": stoi}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta | more))
+
+
+@pytest.mark.parametrize("named", ["folder", "file"])
+def test_a_model_of_nanogpt_has_the_characters_of_meta_pkl(tmp_path, named):
+    """Otherwise it needs a tokenizer.json that is made by hand."""
+    chars = VOCABULARIES["char"]["chars"][::-1]
+    nano(of("char")[1], tmp_path / "ckpt.pt")
+    write_meta(tmp_path, chars)
+    (tmp_path / "text.txt").write_text(200 * chars)
+    named = tmp_path if named == "folder" else tmp_path / "ckpt.pt"
+    begin = ["--init-from", named, "--data", tmp_path / "text.txt", "--steps", 1]
+    ran = run(*begin, "--out", tmp_path / "out")
+    assert ran.code == 0, ran
+    assert state(tmp_path / "out")["vocabulary"] == {
+        "vocab": len(chars),
+        "kind": "char",
+        "chars": chars,
+    }
+
+
+META: dict[str, tuple[Any, str]] = {
+    "code": ({"itos": Intruder()}, "contains code"),
+    "another length": ({"itos": {0: "a"}}, "1 tokens; the model has 12"),
+    "a hole": ({"itos": dict.fromkeys(range(1, 13), "a")}, "not the vocabulary of nanoGPT"),
+    "words": ({"itos": dict.fromkeys(range(12), "ab")}, "not the vocabulary of nanoGPT"),
+    "twice": ({"itos": dict.fromkeys(range(12), "a")}, "not the vocabulary of nanoGPT"),
+    "bytes": ({"itos": dict.fromkeys(range(12), b"a")}, "not the vocabulary of nanoGPT"),
+    "a list": ({"itos": ["a"]}, "not the vocabulary of nanoGPT"),
+    "cut": (b"\x80\x04", "not the vocabulary of nanoGPT"),
+    "not a pickle": (b"hello", "not the vocabulary of nanoGPT"),
+    "an old opcode for code": (b"(S'touch was-run'\nios\nsystem\n.", "contains code"),
+    "a number": (pickle.dumps(3), "not the vocabulary of nanoGPT"),
+}
+
+
+@pytest.mark.parametrize("kind", META)
+def test_a_malicious_or_damaged_meta_pkl_is_refused_in_one_line_and_runs_nothing(
+    tmp_path, monkeypatch, kind
+):
+    monkeypatch.chdir(tmp_path)
+    nano(of("char")[1], tmp_path / "ckpt.pt")
+    wrong, said = META[kind]
+    if isinstance(wrong, bytes):
+        (tmp_path / "meta.pkl").write_bytes(wrong)
+    else:
+        write_meta(tmp_path, VOCABULARIES["char"]["chars"], **wrong)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: meta.pkl .*{said}") as caught:
+        exchange.read(f"{tmp_path}")
+    assert "\n" not in f"{caught.value}" and not (tmp_path / "was-run").exists()
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_checkpoint_of_nanogpt_is_read(tmp_path, bias):
     """Missing biases are zero."""
@@ -157,11 +219,6 @@ def test_a_checkpoint_of_nanogpt_is_read(tmp_path, bias):
     found = exchange.read(f"{tmp_path}")
     assert found[:2] == model[:2]
     torch.testing.assert_close(found.weights, dict(model.weights), rtol=0, atol=0)
-
-
-class Intruder:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch was-run",)
 
 
 def foreign(kind: str, folder: Path) -> Path:
@@ -236,6 +293,30 @@ def test_a_run_starts_from_an_out_folder_with_unchanged_weights(trained, text, t
     assert ran.code == 0, ran
     assert state(tmp_path)["vocabulary"] == state(trained)["vocabulary"]
     torch.testing.assert_close(state(tmp_path)["model"], state(trained)["model"], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern2"])
+def test_a_run_starts_with_a_shorter_context_than_that_of_the_model(arch, text, tmp_path):
+    """Learned positions are cut, and the others need nothing. The context cannot become longer."""
+    model = of("byte", arch)[1]
+    path = write(model, "safetensors", tmp_path / "a.safetensors")
+    flags = ["--data", text, "--steps", 1, "--lr", 1e-9, "--dtype", "float32"]
+    begin = [*flags, "--init-from", path, "--block-size"]
+    mistaken(run(*begin, 25, "--out", tmp_path), "--block-size 25", "24 or less")
+    planned = run("plan", *begin, 9)
+    assert planned.code == 0 and "tokens       144 in a step" in planned.out, planned
+    again = [*flags, "--init-from", tmp_path / "a", "--block-size"]
+    for out, size, args in ((tmp_path / "a", 9, begin), (tmp_path / "b", 5, again)):
+        ran = run(*args, size, "--out", out)
+        assert ran.code == 0, ran
+        weights = model.weights
+        if arch == "gpt2":
+            weights = weights | {"positions.weight": weights["positions.weight"][:size]}
+        torch.testing.assert_close(state(out)["model"], weights, rtol=0, atol=1e-7)
+        assert state(out)["config"]["block_size"] == size
+    ran = run("--out", tmp_path / "b", "--steps", 2, "--block-size", 5)
+    assert ran.code == 0 and state(tmp_path / "b")["step"] == 2, ran
+    assert run("eval", "--out", tmp_path / "b").code == 0
 
 
 def test_a_run_starts_from_a_chosen_checkpoint(trained, text, tmp_path):

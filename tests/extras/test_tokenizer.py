@@ -5,12 +5,15 @@ import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from conftest import ENVIRONMENT, ROOT, TINY, run, same_training, state
+from documents import code_blocks, section
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,9 +55,9 @@ def raw(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8)
 
 
-def encoded(cache, texts: list[str | bytes], words: str = GPT2) -> np.ndarray:
+def encoded(cache, texts: list[str | bytes], words: str = GPT2, suffix: str = "txt") -> np.ndarray:
     """Return the ids of texts that are first written to files."""
-    files = [cache.parent.parent / f"{i}.txt" for i in range(len(texts))]
+    files = [cache.parent.parent / f"{i}.{suffix}" for i in range(len(texts))]
     for file, text in zip(files, texts):
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return np.load(tokenizer.encode_files([*map(str, files)], words, f"{cache}"))
@@ -140,6 +143,76 @@ def test_without_an_end_of_text_token_a_line_break_divides_two_texts(cache):
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
     words = json.dumps({"version": "1.0", "added_tokens": [], "model": model})
     assert encoded(cache, ["a", "b"], words).tolist() == [0, 1]  # it has no line break
+
+
+DOCUMENTS = ["one", "", "two\n", '\u2028"é😀\u0000', "x" * 200 + " y" * 50]
+
+
+@pytest.mark.parametrize("ending", ["", "<|endoftext|>"])
+def test_each_line_of_a_jsonl_is_a_document(monkeypatch, cache, ending):
+    """It has the same ids as a text file of its own, so an end-of-text token follows it."""
+    monkeypatch.setattr(tokenizer, "PIECE", 60)
+    words = tokenizers.Tokenizer.from_str(GPT2)
+    words.add_special_tokens([ending] if ending else [])
+    lines = [json.dumps({"id": 3, "text": text, "more": {}}) for text in DOCUMENTS]
+    lines[0] = f"\ufeff{lines[0]}"
+    lines[3] = json.dumps({"text": DOCUMENTS[3]}, ensure_ascii=False)
+    whole = "\r\n".join(lines)
+    # the last file has no line break at its end
+    found = encoded(cache, [f"{whole}\n", "", whole], words.to_str(), "jsonl")
+    texts = encoded(cache, 2 * DOCUMENTS, words.to_str())
+    assert found.tolist() == texts.tolist() and len(found) > 100
+
+
+def test_json_in_a_file_of_another_name_stays_text(cache):
+    line = json.dumps({"text": "a"})
+    assert encoded(cache, [line], suffix="jsonl").tolist() == ids("a")
+    assert encoded(cache, [line], suffix="txt").tolist() == ids(line)
+
+
+LINES = {
+    "a text": b"hello",
+    "a list": b'["text"]',
+    "no text": b'{"content": "a"}',
+    "text is a list": b'{"text": ["a"]}',
+    "an empty line": b"",
+    "cut": b'{"text": "a',
+    "half a character": b'{"text": "\\ud83d"}',
+    "not UTF-8": b'{"text": "caf\xe9"}',
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_a_line_of_a_jsonl_without_a_text_is_an_error_with_its_number(cache, kind):
+    lines = [b'{"text": "good"}'] * 70 + [LINES[kind], b'{"text": "good"}']
+    with pytest.raises(ValueError, match=r'0\.jsonl: line 71 is not .*"text"') as caught:
+        encoded(cache, [b"\n".join(lines)], suffix="jsonl")
+    assert "\n" not in f"{caught.value}" and len(f"{caught.value}") < 500
+    assert not [*cache.glob("*/tokens*")]
+
+
+def test_a_jsonl_without_text_is_an_error(cache):
+    with pytest.raises(ValueError, match="no text"):
+        encoded(cache, [b'{"text": ""}\n'], suffix="jsonl")
+
+
+def test_the_readme_trains_a_tokenizer_for_a_run_on_json_lines(cache, tmp_path):
+    """The lines of extras/README.md, with a run on a .jsonl of which a sample ends at its token."""
+    (tmp_path / "mine.txt").write_text(README)
+    (tmp_path / "mine.jsonl").write_text(300 * '{"text": "the cat"}\n')
+    text = section((ROOT / "extras" / "README.md").read_text(), "## Tokenizers")
+    (code,) = code_blocks(text, "python")
+    code = code.replace("vocab_size=8192", "vocab_size=400")
+    (train,) = re.findall(r"^tokenizer.train\(.*", code, re.M)
+    (other,) = re.findall(r"^`(tokenizer.train_from_iterator.*)`\.$", text, re.M)
+    for lines in ("import json\n" + code.replace(train, other), code):
+        subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, check=True)
+    data = ["--data", tmp_path / "mine.jsonl", "--tokenizer", tmp_path / "tokenizer.json"]
+    flags = [*data, "--out", tmp_path / "out", "--steps", 40, "--lr", 0.02, "--warmup", 1]
+    assert run(*TINY, *flags, "--spawn", 2).code == 0
+    ran = run("sample", "--out", tmp_path / "out", "--prompt", "the", "--temperature", 0)
+    assert ran.out == "the cat\n", ran
 
 
 def test_a_byte_order_mark_at_the_start_of_a_text_is_no_token(cache):
