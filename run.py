@@ -362,8 +362,7 @@ def train(
     # Nothing is written to --out before this line.
     settings = vars(flags) | {"compile": compiled, "vocab": corpus.vocab}
     for name in ("data", "val_data"):  # for a start in another working folder
-        paths = (path if "://" in path else os.path.abspath(path) for path in settings[name])
-        settings[name] = tuple(paths)
+        settings[name] = [p if "://" in p else os.path.abspath(p) for p in settings[name]]
     machine = ddp_setup.from_rank_zero(lambda: describe_machine(world, dtype), world)
     constants = {
         "data": corpus.digest,
@@ -529,7 +528,7 @@ def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
     data = config.get("data") or ()  # Version 0.3 had one string or None.
-    config["data"] = (data,) if isinstance(data, str) else data
+    config["data"] = [data] if isinstance(data, str) else data
     if "compile" not in config and config.get("optimizer") == "muon":
         config["optimizer"] = "auto"  # Version 0.2 called both kinds of Muon "muon".
     return state
