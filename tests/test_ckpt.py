@@ -1021,7 +1021,9 @@ def test_lock_is_none_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(ckpt.fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="^nothing keeps a second run out of .*: No locks available$"):
+    with pytest.warns(
+        UserWarning, match="^nothing keeps a second run out of .*: No locks available$"
+    ):
         held = ckpt.lock(tmp_path)
     assert held is None and f"{ckpt.TEMPORARY}12345" in names(tmp_path)
     ckpt.check_lock(tmp_path, held)
