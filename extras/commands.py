@@ -63,7 +63,10 @@ def plot(outs: tuple[str, ...], output: str) -> None:
         if "://" in out:
             return str(run.open_storage(out).read_text(out, name))
         # not with ckpt.read_text, since importing ckpt would import torch
-        return Path(out, name).read_text(encoding="utf-8", errors="replace")
+        path = Path(out, name)
+        if name == "config.json" and not path.exists():
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")
 
     with run.usage_errors():
         from extras import plot

@@ -3,7 +3,8 @@
     runs = [parse("out", open("out/metrics.jsonl").read(), open("out/config.json").read())]
     draw(runs, "loss.svg")
 
-Needs matplotlib, but not torch: a run is described by two files in its --out folder.
+Needs matplotlib, but not torch: a run is described by two files in its --out folder. Without
+config.json, the legend has only its name.
 """
 
 import json
@@ -28,7 +29,11 @@ except ImportError as error:
 COLORS = ("#0072B2", "#D55E00", "#000000", "#009E73", "#CC79A7")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v")
-FLAGS = "arch layers heads embd block_size batch_size optimizer lr dropout dtype ranks".split()
+# What config.json contains but the legend does not: it changes no result, or follows from the rest.
+HIDDEN = {
+    *"vocab eval_tokens spawn use timeout out eval_every save_every log_every keep accum".split(),
+    *"checkpoint checkpoint_activations torch threads peak_flops peak_flops_source".split(),
+}
 STYLE: dict[str, Any] = {
     "font.size": 8,
     "axes.spines.top": False,
@@ -53,7 +58,7 @@ class Run(NamedTuple):
 
 
 def parse(name: str, metrics: str, config: str) -> Run:
-    """Return the run `name`, from the texts of its metrics.jsonl and config.json.
+    """Return the run `name`, from the texts of its metrics.jsonl and config.json ("": none).
 
     Lines that are not JSON objects with a step are ignored, since a crash can leave one. ValueError
     if no line is left.
@@ -69,7 +74,7 @@ def parse(name: str, metrics: str, config: str) -> Run:
     # the lines of evaluations have no "tokens" of their own
     records = [{"tokens": tokens.get(record["step"]), **record} for record in records]
     try:
-        return Run(name, records, dict(json.loads(config)))
+        return Run(name, records, dict(json.loads(config or "{}")))
     except (ValueError, TypeError):
         raise ValueError(f"{name}: config.json is not a JSON object") from None
 
@@ -87,29 +92,47 @@ def curve(run: Run, x: str, y: str) -> tuple[list[float], list[float]]:
 def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float]) -> list[float]:
     """Return the average of each value and its neighbours: on each side 1/40 of all, at most 250.
 
-    NaN stays NaN. Near the first and the last value, fewer neighbours are used, and as many before
-    a value as after it.
+    NaN stays NaN. A value with fewer neighbours on one side, at the beginning and at the end,
+    becomes NaN, because smaller windows would end the line at the last value, which is noise.
     """
-    most, out = min(250, -(-len(values) // 40)), []
+    reach, out = min(250, len(values) // 40), []
     for i, value in enumerate(values):
-        reach = min(most, i, len(values) - 1 - i)
-        near = [v for v in values[i - reach : i + reach + 1] if math.isfinite(v)]
-        out.append(average(near) if math.isfinite(value) else math.nan)
+        full = reach <= i < len(values) - reach and math.isfinite(value)
+        near = [v for v in values[max(0, i - reach) : i + reach + 1] if math.isfinite(v)]
+        out.append(average(near) if full else math.nan)
     return out
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Return for each run the last part of its name, and the flags in which the runs differ."""
-    short = [os.path.basename(os.path.normpath(run.name)) for run in runs]
+    """Return for each run the last part of its name, and the settings in which the runs differ.
+
+    A setting is named only for the runs that have it: config.json can be missing, or be older.
+    """
+    short = [_last(run.name) for run in runs]
     names = short if len({*short}) == len(runs) else [run.name for run in runs]
-    differing = [flag for flag in FLAGS if len({str(run.config.get(flag)) for run in runs}) > 1]
-    if not differing:
-        return names
+    settings: list[list[str]] = [[] for _ in runs]
+    for key in dict.fromkeys(key for run in runs for key in run.config if key not in HIDDEN):
+        having = [i for i, run in enumerate(runs) if key in run.config]
+        values = [_paths(runs[i].config[key]) for i in having]
+        if len({*map(str, values)}) > 1:
+            said = [" ".join(map(_last, paths)) for paths in values]
+            if len({*said}) < len({*map(str, values)}):
+                said = [" ".join(paths) for paths in values]
+            for i, text in zip(having, said):
+                settings[i].append(f"{key.replace('_', '-')} {text or 'none'}")
+    return [f"{name} ({', '.join(s)})" if s else name for name, s in zip(names, settings)]
 
-    def flags(run: Run) -> str:
-        return ", ".join(f"{flag.replace('_', '-')} {run.config.get(flag)}" for flag in differing)
 
-    return [f"{name} ({flags(run)})" for name, run in zip(names, runs)]
+def _last(path: str) -> str:
+    """Return the last part of a path."""
+    return os.path.basename(os.path.normpath(path))
+
+
+def _paths(value: Any) -> list[str]:
+    """Return the value of a flag as a list of texts, of which some are paths."""
+    if isinstance(value, list):
+        return [f"{path}" for path in value]
+    return [] if value is None else [f"{value}"]
 
 
 def styles() -> Iterator[dict[str, Any]]:

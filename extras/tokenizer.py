@@ -171,7 +171,8 @@ def encode_files(
     piece ends after a line or anywhere, where the ids can differ.
 
     UnicodeError if a byte is not UTF-8. ValueError if there is no text, if a line of a .jsonl is
-    not an object with a string "text", or if the tokenizer cannot encode a text. OSError if the cache cannot be written.
+    not an object with a string "text", or if the tokenizer cannot encode a text. OSError if the
+    cache cannot be written.
     """
     made = "" if files else default()
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]

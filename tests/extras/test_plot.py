@@ -83,10 +83,19 @@ def test_the_figure_shows_the_metrics(out):
 
 def test_smoothing_keeps_straight_lines_and_gaps():
     rising = [float(i) for i in range(100)]
-    assert plot.smooth(rising, np.mean) == pytest.approx(rising)
+    assert plot.smooth(rising, np.mean)[2:-2] == pytest.approx(rising[2:-2])
     gap = plot.smooth([1.0, math.nan, 3.0], np.mean)
     assert math.isnan(gap[1]) and gap[0] == 1 and gap[2] == 3
-    assert max(plot.smooth([1.0] * 40 + [99.0] + [1.0] * 40, np.median)) == 1
+    assert np.nanmax(plot.smooth([1.0] * 40 + [99.0] + [1.0] * 40, np.median)) == 1
+
+
+def test_each_point_of_the_line_is_the_mean_of_a_full_window():
+    """With smaller windows at the ends, the line falls to the last measured value."""
+    values = [1.0] * 199 + [-100.0]
+    smoothed = plot.smooth(values, np.mean)
+    assert np.isnan(smoothed).tolist() == 5 * [True] + 190 * [False] + 5 * [True]
+    assert smoothed[-6] == pytest.approx((10 - 100) / 11) and smoothed[-7] == 1
+    assert plot.smooth(values[-39:], np.mean) == values[-39:]  # few values: a window of one
 
 
 def test_invalid_lines_of_metrics_are_ignored_and_null_is_a_gap():
@@ -103,6 +112,49 @@ def test_labels_name_the_flags_in_which_runs_differ():
     assert plot.labels(runs[:1]) == ["0"]
     inner = [run._replace(name=f"{run.name}out") for run in runs]
     assert plot.labels(inner)[0] == "runs/0/out (lr 0.1)"
+
+
+@pytest.mark.parametrize(
+    ("flag", "values", "said"),
+    [
+        ("data", (["/a/one.txt"], ["/b/two.txt", "/b/more.txt"]), ("one.txt", "two.txt more.txt")),
+        ("data", (["/a/x.txt"], ["/b/x.txt"]), ("/a/x.txt", "/b/x.txt")),
+        ("data", ([], "old.txt"), ("none", "old.txt")),  # version 0.3 had one text
+        ("val_data", ([], ["/a/v.txt"]), ("none", "v.txt")),
+        ("tokenizer", ("char", "/a/tokenizer.json"), ("char", "tokenizer.json")),
+        ("init_from", (None, "/a/out/"), ("none", "out")),
+        ("epochs", (1, 3), ("1", "3")),
+        ("seed", (0, 7), ("0", "7")),
+        ("schedule", ("linear", "cosine"), ("linear", "cosine")),
+        ("weight_decay", (0.1, 0.0), ("0.1", "0.0")),
+    ],
+)
+def test_labels_name_each_difference_that_matters(flag, values, said):
+    runs = [plot.Run(f"{i}", [], {"lr": 1, flag: value}) for i, value in enumerate(values)]
+    name = flag.replace("_", "-")
+    assert plot.labels(runs) == [f"{i} ({name} {text})" for i, text in enumerate(said)]
+
+
+def test_what_changes_no_training_is_not_in_the_labels():
+    """In the runs of the picture in README.md, only the number of ranks differs."""
+    names = "out spawn vocab eval_every save_every log_every keep threads torch peak_flops".split()
+    configs = [{name: i for name in [*names, "ranks"]} for i in range(2)]
+    runs = [plot.Run("out-", [], config) for config in configs]
+    assert plot.labels(runs) == ["out- (ranks 0)", "out- (ranks 1)"]
+
+
+def test_a_run_without_a_value_has_no_label_for_it():
+    configs = [{"lr": 1, "seed": 1}, {"lr": 2}, {}]  # an older version, and no config.json
+    runs = [plot.Run(f"{i}", [], config) for i, config in enumerate(configs)]
+    assert plot.labels(runs) == ["0 (lr 1)", "1 (lr 2)", "2"]
+
+
+def test_a_folder_without_config_json_is_plotted(out, tmp_path):
+    (out / "config.json").unlink()
+    ran = run("plot", out, "-o", tmp_path / "a.svg")
+    assert ran.code == 0 and (tmp_path / "a.svg").exists(), ran
+    ran = run("plot", f"file://{out}", "-o", tmp_path / "b.svg")
+    assert ran.code == 0 and (tmp_path / "b.svg").exists(), ran
 
 
 def test_the_command_draws_pictures_without_torch(out, tmp_path):
