@@ -603,10 +603,12 @@ def append_text(folder: str, name: str, line: str) -> None:
     After an OSError, a part of it can be in the file. The next line then begins with a line break.
     A power failure can lose a line.
     """
-    with open(Path(folder, name), "a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            line = "\n" * (file.read() != b"\n") + line
+    path = Path(folder, name)
+    with path.open("ab") as file:
+        if path.stat().st_size:  # 0 for a pipe, too
+            with path.open("rb") as old:
+                old.seek(-1, os.SEEK_END)
+                line = "\n" * (old.read() != b"\n") + line
         file.write(line.encode())
 
 

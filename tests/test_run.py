@@ -1279,7 +1279,10 @@ def test_as_many_files_as_the_hard_limit_allows_are_read(spawn, tmp_path):
         np.save(tmp_path / f"{i}.npy", np.arange(9, dtype=np.uint8))
     limits = ["bash", "-c", 'ulimit -Sn 150; ulimit -Hn {}; exec "$0" run.py "$@"', sys.executable]
     flags = [*TINY, "--data", tmp_path / "*.npy", "--steps", 1, *spawn, "--out", tmp_path / "out"]
-    for hard, code, error in (190, 2, "many open files; use fewer.*`ulimit -n`\n"), (400, 0, ""):
+    for hard, code, error in (
+        (190, 2, "200 files are too many to open.*`ulimit -n`\n"),
+        (400, 0, ""),
+    ):
         ran = run(*flags, launcher=[*limits[:2], limits[2].format(hard), limits[3]])
         assert ran.code == code and re.search(f"^(Error: .*{error})?$", ran.err), ran
 
