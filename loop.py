@@ -528,16 +528,16 @@ def linear(
     total: int,
     warmup_steps: int = 0,
     floor: float = 0.0,
-    decay_steps: int | None = None,
+    decay_steps: float = math.inf,
 ) -> float:
     """Return the factor for the learning rate in a step: linear warm-up, then linear decay.
 
     step: from 0 to total - 1. The factor at total - 1 is one step of the decay above `floor`.
-    decay_steps: the decay takes this number of steps at the end, and before it the factor is 1.
-        None: it takes all steps after the warm-up.
+    decay_steps: the decay takes this number of steps at the end, and before it the factor is 1. It
+        takes at most all steps after the warm-up.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
-    begin = max(warmup_steps, 0 if decay_steps is None else total - decay_steps)
+    begin = max(warmup_steps, total - decay_steps)
     done = min(1.0, max(0, step - begin) / max(1, total - begin))
     return warmup * (floor + (1 - floor) * (1 - done))
 
@@ -547,6 +547,7 @@ def cosine(step: int, total: int, warmup_steps: int = 0, floor: float = 0.0) -> 
 
     The decay is half a cosine wave (Loshchilov and Hutter, 2017). For the arguments see linear.
     """
-    warmup = min(1.0, (step + 1) / max(1, warmup_steps))
-    left = linear(max(0, step - warmup_steps), total - warmup_steps)
-    return warmup * (floor + (1 - floor) * (1 - math.cos(math.pi * left)) / 2)
+    factor = linear(step, total, warmup_steps)
+    if step < warmup_steps:
+        return factor
+    return floor + (1 - floor) * (1 - math.cos(math.pi * factor)) / 2

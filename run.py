@@ -716,11 +716,9 @@ def make_schedule(values: Values, steps_per_epoch: int) -> tuple[int, Callable[[
     values: the flags.
     """
     total = min(values["epochs"] * steps_per_epoch, values["steps"] or sys.maxsize)
-    # Version 0.3 had no "schedule".
-    kind = values.get("schedule")
-    decay_steps = math.ceil(total / 5) if kind == "constant" else None
-    linear = partial(loop.linear, decay_steps=decay_steps)
-    shape: Callable[..., float] = loop.cosine if kind == "cosine" else linear
+    shape: Callable[..., float] = loop.cosine if values["schedule"] == "cosine" else loop.linear
+    if values["schedule"] == "constant":
+        shape = partial(loop.linear, decay_steps=math.ceil(total / 5))
     floor = values["min_lr"] / values["lr"]
     return total, partial(shape, total=total, warmup_steps=values["warmup"], floor=floor)
 
@@ -1013,11 +1011,10 @@ def describe_changes(
             f"{flags.lr * factor(total - 1):.1e} and never decays."
         )
     if step := saved.get("step"):
-        old = vars(flags) | saved["config"]
+        old = vars(Flags()) | saved["config"]  # Version 0.3 had no "schedule".
         _, old_factor = make_schedule(old, steps_per_epoch)
-        last, expected = (old["lr"] * old_factor(i) for i in (step - 1, step))
-        rate = flags.lr * factor(step)
-        if abs(rate - expected) > abs(expected - last):
+        last, rate = old["lr"] * old_factor(step - 1), flags.lr * factor(step)
+        if rate != old["lr"] * old_factor(step):
             yield (
                 f"The learning rate was {last:.1e} in step {step}, and is {rate:.1e} in step "
                 f"{step + 1}, because --steps or another flag of its schedule was changed."
