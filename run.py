@@ -91,9 +91,9 @@ else:
     )
 
 __version__ = "0.3.0"
-# Exit codes. After HOPELESS, as after a UsageError, another start would end in the same way. 130 is
-# a Ctrl-C without saving.
-DONE, FAILED, HOPELESS, STOPPED = range(4)
+# Exit codes. 2 is that of click.UsageError: another start would end in the same way. 130 is a Ctrl-C
+# without saving.
+DONE, FAILED, STOPPED = 0, 1, 3
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 # A line of output is left out if it must wait for longer, because the ranks wait meanwhile.
 OUTPUT_SECONDS = 1.0
@@ -1064,27 +1064,26 @@ def describe_error(error: Exception) -> str:
 def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]:
     """Enter ddp_setup.process_group. After a mistake of the user, all ranks get the exit code 2.
 
-    The inner usage_errors is for the block of the caller: process_group takes the exit code from
-    its UsageError. The outer one is for the errors of process_group itself.
+    process_group takes the exit code from the UsageError.
     """
-    with usage_errors(), ddp_setup.process_group(device, timeout) as world, usage_errors():
+    with ddp_setup.process_group(device, timeout) as world, usage_errors():
         yield world
 
 
 @contextmanager
 def usage_errors(subject: str = "", advice: str = "", together: bool = False) -> Iterator[None]:
-    """Raise click.UsageError for errors about values, files and packages: SUBJECT ERROR ADVICE.
+    """Raise click.UsageError for an error that needs no traceback: SUBJECT ERROR ADVICE.
 
     If may_pass(error), raise click.ClickException, whose exit code is 1, without ADVICE.
-    together: All ranks raise the same error here. Then, as after wait_together, one prints it.
+    together: All ranks raise the same error here, as they do with a FloatingPointError. Then, as
+    after wait_together, one prints it.
     An error that wait_together has got from another rank than 0 is printed with this rank.
     To see the traceback of a ValueError, replace this function's body by `yield`.
     """
     try:
         yield
-    except ConnectionError:  # A rank was lost.
-        raise
-    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
+        together = together or isinstance(error, FloatingPointError)
         rank = getattr(error, "raised_on_rank", 0 if together else None)
         where = f"rank {rank}: " if rank else ""
         usage_error: click.ClickException = click.UsageError(f"{where}{subject}{error}{advice}")
@@ -1096,13 +1095,15 @@ def usage_errors(subject: str = "", advice: str = "", together: bool = False) ->
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether another start may not have this error, such as a lost disk or a held lock.
-
-    An error of the system has a number. These stay until the user changes a path or a permission.
-    """
+    """Return whether another start may not have this error, such as a lost disk or a held lock."""
+    # The last one is of --use replicas: a wrong bit. A loop.Diverged would come again.
+    passing = isinstance(error, (BlockingIOError, ConnectionError, ChildProcessError))
+    if passing or type(error) is FloatingPointError:
+        return True
+    # An error of the system has a number. These stay until the user changes a path or a permission.
     names = "ENOENT EACCES EPERM EEXIST EISDIR ENOTDIR EROFS EINVAL ELOOP ENAMETOOLONG"
     lasting = [None, *(getattr(errno, name) for name in names.split())]
-    return isinstance(error, BlockingIOError) or getattr(error, "errno", None) not in lasting
+    return getattr(error, "errno", None) not in lasting
 
 
 # ------------------------------------------------------------------------------ sample and evaluate
@@ -1363,11 +1364,8 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
     """Take the defaults of the flags from the TOML file of --config."""
     if path is None:
         return
-    try:
+    with usage_errors(f"--config {path}: "):
         table = tomllib.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise click.UsageError(f"--config {path}: {reason}") from error
     values = {key.replace("-", "_"): value for key, value in table.items()}
     for name, value in values.items():
         check_name(name, OPTIONS, f"--config {path}: key")
@@ -1462,28 +1460,21 @@ def main(args: Sequence[str] | None = None) -> int:
     Expected errors become one line. With --spawn, the ranks run the command line of this process.
     """
     try:
-        if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "RANK" not in os.environ:
-            with usage_errors():
+        with usage_errors():
+            if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "RANK" not in os.environ:
                 extra("slurm").set_launch_env_(os.environ)
-        add_commands()
-        return cli.main(args, prog_name="run.py", standalone_mode=False) or DONE
+            add_commands()
+            return cli.main(args, prog_name="run.py", standalone_mode=False) or DONE
     except SystemExit as error:  # process_group raises it if another rank reports the error
         return error.code if isinstance(error.code, int) else FAILED
     except click.ClickException as error:
         lines = map(str.strip, error.format_message().splitlines())
         say("Error: " + " ".join(lines), error=True)
         return error.exit_code
-    except FloatingPointError as error:  # The training diverged, or replicas differ.
-        if os.environ.get("RANK", "0") == "0":  # All ranks raise it.
-            say(f"Error: {error}", error=True)
-        if isinstance(error, loop.Diverged):
-            return HOPELESS
-    except OSError as error:  # A rank was lost, or output was not written.
-        say(f"Error: {error}", error=True)
     except Exception as error:
         text = describe_error(error)
         say(f"Error on rank {os.environ.get('RANK', '0')}: {text}", error=True)
-    return FAILED
+        return FAILED
 
 
 def program() -> None:

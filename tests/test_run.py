@@ -1339,7 +1339,7 @@ CASES = {
     "DDPKIT_BATCHSIZE=8": "'DDPKIT_BATCHSIZE' is not a flag.*DDPKIT_BATCH_SIZE",
     "RANK=0 WORLD_SIZE=2": "LOCAL_RANK",
     "RANK=0 WORLD_SIZE=2 --spawn 2": "--spawn.*launcher",
-    "--config {bad}/none.toml": "none.toml: No such file",
+    "--config {bad}/none.toml": "--config .*none.toml: .*No such file",
     "--config {bad}/latin.txt": "latin.txt: ",
     "--config {bad}/name.toml": "name.toml: key 'batchsize' is not a flag.*batch_size",
     "--config {bad}/value.toml": "--keep.*'many'",
