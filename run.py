@@ -318,12 +318,8 @@ def train(
         extras/compose.py.
     """
     rank0 = world.rank == 0
-    # Only rank 0 reads the checkpoint. `saved` is the same without its tensors, on all ranks.
-    state = ddp_setup.wait_together(
-        lambda: find_start(asked, given, storage) if rank0 else {}, world
-    )
-    saved = ddp_setup.from_rank_zero(
-        lambda: {key: state[key] for key in state.keys() - {"model", "optimizers"}}, world
+    state, saved = read_on_rank_zero(
+        lambda: find_checkpoint(asked.out, storage) or read_init(asked, given), world
     )
     flags = agree_on_flags(asked, given, saved, world)
     start_step = saved.get("step", 0)
@@ -534,9 +530,16 @@ def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
     return state
 
 
-def find_start(flags: Flags, given: set[str], storage: ModuleType) -> Values:
-    """Return the newest checkpoint, or the model of --init-from, or {} for a new model."""
-    return find_checkpoint(flags.out, storage) or read_init(flags, given)
+def read_on_rank_zero(
+    read: Callable[[], Values], world: ddp_setup.World
+) -> tuple[Values, Values]:
+    """Return the checkpoint that read() returns on rank 0, and the same without its tensors.
+
+    All ranks call this. The first result is {} on the other ranks, the second is the same on all.
+    """
+    state = ddp_setup.wait_together(lambda: read() if world.rank == 0 else {}, world)
+    names = state.keys() - {"model", "optimizers"}
+    return state, ddp_setup.from_rank_zero(lambda: {name: state[name] for name in names}, world)
 
 
 def read_init(flags: Flags, given: set[str]) -> Values:
@@ -1121,22 +1124,18 @@ def read_checkpoint(out: str) -> Values:
 
 
 def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
-    """Return the model of a checkpoint, ready for inference, and the checkpoint.
+    """Return the model of a checkpoint, ready for inference, and the rest of the checkpoint.
 
-    out: see split_out. All ranks call this. ValueError if they find different ones.
+    out: on rank 0, which checkpoint; see split_out. All ranks call this.
     """
-    state = ddp_setup.wait_together(lambda: read_checkpoint(out), world)
-    name = os.path.basename(state["name"])
-    theirs = ddp_setup.from_rank_zero(lambda: name, world)
-
-    def build() -> gpt.GPT:
-        if name != theirs:
-            raise ValueError(f"found {name}, but rank 0 {theirs}; start again")
-        return build_without_weights(model_config(state["config"]), False, False, state)
-
-    model = ddp_setup.wait_together(build, world)
-    model.load_state_dict(state["model"], assign=True)
-    return model.to(world.device).eval(), state
+    state, saved = read_on_rank_zero(lambda: read_checkpoint(out), world)
+    config = model_config(saved["config"])
+    model = ddp_setup.wait_together(
+        lambda: build_without_weights(config, False, False, state), world
+    )
+    model.to_empty(device=world.device).eval()
+    ckpt.restore_({**state, "optimizers": []}, model, [])
+    return model, saved
 
 
 # The --out of `sample` and `eval`.
