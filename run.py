@@ -323,10 +323,9 @@ def train(
     )
     flags = agree_on_flags(asked, given, saved, world)
     start_step = saved.get("step", 0)
-    with usage_errors("", data_advice(flags) if start_step else ""):
-        corpus, plan, val_plan = load_data(flags, given, saved, world)
-    with usage_errors(name_data(flags)):
-        steps_per_epoch = ddp_setup.wait_together(lambda: chardata.steps_per_epoch(plan), world)
+    corpus, plan, val_plan = load_data(flags, given, saved, world)
+    with usage_errors(name_data(flags), together=True):
+        steps_per_epoch = chardata.steps_per_epoch(plan)
     total, lr_factor = make_schedule(vars(flags), steps_per_epoch)
     tokens_at = partial(chardata.tokens_before, plan)
     if start_step >= total:
@@ -665,9 +664,6 @@ def load_data(
         except ValueError as error:  # The run could read its data.
             raise ValueError(f"{other}{error}") from error
 
-    corpus = ddp_setup.wait_together(read, world)
-    digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
-
     def check() -> None:
         if corpus.digest != digest:
             raise ValueError(f"{name_data(flags)}is not the same as on rank 0")
@@ -688,7 +684,10 @@ def load_data(
                 "joined texts without line breaks and end-of-text tokens)"
             )
 
-    ddp_setup.wait_together(check, world)
+    with usage_errors(advice=data_advice(flags) if other else ""):
+        corpus = ddp_setup.wait_together(read, world)
+        digest = ddp_setup.from_rank_zero(lambda: corpus.digest, world)
+        ddp_setup.wait_together(check, world)
     tokens, val_tokens = chardata.split(corpus.tokens, flags.val_fraction, flags.eval_tokens)
     if corpus.val_tokens:
         tokens = corpus.tokens
@@ -1279,8 +1278,8 @@ def evaluate(out: str, device: str, data: tuple[str, ...]) -> None:
         flags = agree_on_flags(Flags(out=out), set(), state, world)
         corpus, _, plan = load_data(flags, set(), state, world)
         targets = chardata.num_tokens(plan.tokens) - 1
-        if targets < 1:
-            with usage_errors(together=True):
+        with usage_errors(together=True):
+            if targets < 1:
                 raise ValueError("there is no validation data; name other or longer --data")
         loss = validate(model, plan, world, getattr(torch, flags.dtype))
         assert loss is not None  # None only after a stop
