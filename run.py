@@ -18,7 +18,6 @@ import ctypes
 import difflib
 import errno
 import faulthandler
-import gc
 import importlib
 import json
 import logging
@@ -32,6 +31,7 @@ import signal
 import sys
 import sysconfig
 import time
+import timeit
 import tomllib
 import traceback
 import warnings
@@ -91,8 +91,8 @@ else:
     )
 
 __version__ = "0.3.0"
-# Exit codes. 2 is that of click.UsageError: another start would end in the same way. 130 is a Ctrl-C
-# without saving.
+# Exit codes. 2 is that of click.UsageError: another start would end in the same way. 130 is a
+# Ctrl-C without saving.
 DONE, FAILED, STOPPED = 0, 1, 3
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
 # A line of output is left out if it must wait for longer, because the ranks wait meanwhile.
@@ -405,8 +405,6 @@ def train(
         sync_each=sync_each,
     )
     targets = chardata.num_tokens(val_plan.tokens) - 1  # all tokens but the first
-    gc.freeze()  # Never collect what exists now.
-    gc.enable()  # program() disabled it.
     # tokens_per_s leaves out evaluations and saves: their duration is added to logged_at.
     logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
     best, save_due = saved.get("best", math.inf), False  # best: the lowest validation loss
@@ -529,9 +527,7 @@ def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
     return state
 
 
-def read_on_rank_zero(
-    read: Callable[[], Values], world: ddp_setup.World
-) -> tuple[Values, Values]:
+def read_on_rank_zero(read: Callable[[], Values], world: ddp_setup.World) -> tuple[Values, Values]:
     """Return the checkpoint that read() returns on rank 0, and the same without its tensors.
 
     All ranks call this. The first result is {} on the other ranks, the second is the same on all.
@@ -878,11 +874,8 @@ def matmul_seconds(
 ) -> float:
     """Return the time of the product of two matrices (n, n), by `clock`: the best of ten."""
     matrix = torch.ones(n, n, device=device, dtype=dtype)
-    times = []
-    for _ in range(10):
-        start = clock()
-        (matrix @ matrix)[0, 0].item()  # item() waits for the device
-        times.append(clock() - start)
+    # item() waits for the device.
+    times = timeit.repeat(lambda: (matrix @ matrix)[0, 0].item(), timer=clock, number=1, repeat=10)
     return min(times)
 
 
@@ -1220,8 +1213,8 @@ def print_texts(
 ) -> None:
     """Print `count` texts that begin with `ids`. generated: yields the next tokens of all texts.
 
-    A text ends before the token `end`, and before the text `stop`. `generated` is lazy, so the
-    first text is printed while it grows.
+    A text ends before the token `end`, and before the text `stop`. `generated` is lazy, so without
+    `stop` the first text is printed while it grows.
     """
     prompt = len("".join(decode(ids)))
     for row, batches in enumerate(tee(generated, count)):
@@ -1229,24 +1222,19 @@ def print_texts(
             click.echo("-" * 20)
         tokens = takewhile(lambda token: token != end, (int(batch[row]) for batch in batches))
         pieces = decode(chain(ids, tokens))
-        for piece in cut_at(stop, prompt, pieces) if stop else pieces:
+        for piece in [cut_at(stop, prompt, pieces)] if stop else pieces:
             click.echo(piece, nl=False)
         click.echo()
 
 
-def cut_at(stop: str, start: int, pieces: Iterable[str]) -> Iterator[str]:
-    """Yield a text piece by piece, and end it before the first `stop` from index `start` on."""
-    text, done = "", 0
+def cut_at(stop: str, start: int, pieces: Iterable[str]) -> str:
+    """Join the pieces of a text up to the first `stop` from index `start` on, without it."""
+    text = ""
     for piece in pieces:
         text += piece
-        at = text.find(stop, max(start, done))
-        # The last characters can be the beginning of `stop`.
-        end = max(done, len(text) + 1 - len(stop) if at < 0 else at)
-        yield text[done:end]
-        if at >= 0:
-            return
-        done = end
-    yield text[done:]
+        if (end := text.find(stop, start)) >= 0:
+            return text[:end]
+    return text
 
 
 for parameter in sample.params:
@@ -1299,8 +1287,8 @@ def evaluate(out: str, device: str, data: tuple[str, ...]) -> None:
 def target_bytes(tokens: chardata.Tokens, vocabulary: Values) -> int:
     """Return the number of bytes of the text of all tokens but the first, or 0 for bare ids."""
     kind, chars = vocabulary["kind"], vocabulary["chars"]
-    sizes = [find_codec(kind).num_bytes(a, kind, chars) for a in (tokens[0][:1], *tokens)]
-    return int(sum(sizes[1:]) - sizes[0])
+    parts = tokens[0][1:], *tokens[1:]
+    return sum(find_codec(kind).num_bytes(part, kind, chars) for part in parts)
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -1488,7 +1476,6 @@ def program() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # When a rank is lost, torch's C++ code would log pages before our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    gc.disable()  # makes the imports faster; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
     with suppress(ImportError, ValueError, OSError):  # Windows has no `resource`.
         import resource
