@@ -100,7 +100,6 @@ OUTPUT_SECONDS = 1.0
 # A rank waits for its save for this part of --timeout, because the others wait for the rank.
 SAVE_PART = 0.7
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
-ADVICE = "To continue, give a higher {}; for a new run, name another --out."
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -285,11 +284,6 @@ def replicate(model: gpt.GPT, flags: Flags, world: ddp_setup.World) -> torch.nn.
     return ddp_setup.replicate(model, world)
 
 
-def same_steps(steps: Iterable[Any], loss_fn: Any) -> tuple[Iterable[Any], Any]:
-    """Change nothing in a training. --strategy fsdp, for example, pads the steps here."""
-    return steps, loss_fn
-
-
 def same_batches(
     model: torch.nn.Module, batches: Iterable[Any], loss_fn: Any, stop: Callable[[], bool]
 ) -> tuple[Iterable[Any], Any, Callable[[], bool]]:
@@ -304,7 +298,7 @@ def train(
     stop: Callable[[], bool],
     storage: ModuleType,
     parallelize: Callable[[gpt.GPT, Flags, ddp_setup.World], torch.nn.Module] = replicate,
-    wrap_steps: Callable[..., Any] = same_steps,
+    wrap_steps: Callable[..., Any] = lambda steps, loss_fn: (steps, loss_fn),
     wrap_batches: Callable[..., Any] = same_batches,
     check_folder: Callable[[str], object] = lambda out: None,
     before_save: Callable[..., object] = lambda model, optimizers: None,
@@ -318,6 +312,7 @@ def train(
         extras/compose.py.
     """
     rank0 = world.rank == 0
+    tell: Callable[..., object] = say if rank0 else lambda *_: None
     state, saved = read_on_rank_zero(
         lambda: find_checkpoint(asked.out, storage) or read_init(asked, given), world
     )
@@ -329,9 +324,9 @@ def train(
     total, lr_factor = make_schedule(vars(flags), steps_per_epoch)
     tokens_at = partial(chardata.tokens_before, plan)
     if start_step >= total:
-        if rank0:
-            limit = "--steps" if total == flags.steps else "--epochs"
-            say(f"The run in {flags.out} is finished: {start_step} steps. {ADVICE.format(limit)}")
+        limit = "--steps" if total == flags.steps else "--epochs"
+        advice = f"To continue, give a higher {limit}; for a new run, name another --out."
+        tell(f"The run in {flags.out} is finished: {start_step} steps. {advice}")
         return DONE
 
     config = model_config(vars(flags) | {"vocab": corpus.vocab})
@@ -372,10 +367,9 @@ def train(
             lambda: rank0 and prepare_folder(flags.out, storage, saved, settings | machine), world
         )
         check_folder(flags.out)
-    if rank0:
-        say(describe_run(model, world, settings, start_step + 1, total))
-        for line in describe_changes(flags, saved, machine, steps_per_epoch):
-            say(line)
+    tell(describe_run(model, world, settings, start_step + 1, total))
+    for line in describe_changes(flags, saved, machine, steps_per_epoch):
+        tell(line)
     pool = start_save_thread()
     # A thread of its own: a file that blocks must hold up neither the training nor a save.
     metrics = ThreadPoolExecutor(1, "metrics")
@@ -464,14 +458,13 @@ def train(
         raise
     written = may_save and wait_for_saves() and not writing[0].exception()
     if ddp_setup.any_rank(not written, world):
-        if rank0:
-            say(f"Error: the checkpoint of step {step} was not written", error=True)
+        tell(f"Error: the checkpoint of step {step} was not written", True)
         return FAILED
-    if rank0 and step < total:
-        say(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
-    elif rank0:
-        say(f"Done: {total} steps. To print text: python run.py sample --out {flags.out}")
-    return STOPPED if step < total else DONE
+    if step < total:
+        tell(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
+        return STOPPED
+    tell(f"Done: {total} steps. To print text: python run.py sample --out {flags.out}")
+    return DONE
 
 
 # ------------------------------------------------------------------------------ the parts of train
