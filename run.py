@@ -1168,27 +1168,22 @@ def sample(
     """
     with join_group(device) as world:
         model, state = load_model(out, world)
+        if world.rank:  # Only rank 0 generates.
+            return
         kind, vocab, chars = (state["vocabulary"][key] for key in ("kind", "vocab", "chars"))
-        codec = ddp_setup.wait_together(partial(find_codec, kind), world)
+        codec = find_codec(kind)
         if prompt is None:  # chars[0] is nearly always a new line.
             prompt = {"char": chars[:1], "ids": "0"}.get(kind, "\n")
-
-        def encode() -> list[int]:
-            ids: list[int] = codec.encode(prompt, kind, chars).tolist()
-            if not ids or max(ids) >= vocab:
-                text = f"--prompt {prompt!r} needs at least one token, and ids below {vocab}"
-                raise ValueError(text)
-            return ids
-
-        ids = ddp_setup.from_rank_zero(encode, world)
+        ids = codec.encode(prompt, kind, chars).tolist()
+        if not ids or max(ids) >= vocab:
+            raise ValueError(f"--prompt {prompt!r} needs at least one token, and ids below {vocab}")
         seed = torch.seed() if seed is None else seed
         generated = gpt.sample(model, torch.tensor([ids] * num_samples), seed=seed, **settings)
         generated = islice(generated, max_new_tokens)
-    if world.rank == 0:
-        end = codec.end_id(chars) if kind == "tokenizer" else None
-        print_texts(
-            ids, generated, num_samples, lambda tokens: codec.decode(tokens, kind, chars), stop, end
-        )
+    end = codec.end_id(chars) if kind == "tokenizer" else None
+    print_texts(
+        ids, generated, num_samples, lambda tokens: codec.decode(tokens, kind, chars), stop, end
+    )
 
 
 def find_codec(kind: str) -> ModuleType:
