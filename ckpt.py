@@ -212,8 +212,8 @@ def resume_(
     raise the errors of restore_().
     """
     files = files or sys.modules[__name__]
-    values: list[Any] = [(0, {})]
     state: State = {}
+    values: list[Any] = [0, {}]
     if not dist.is_initialized() or dist.get_rank() == 0:
         found, rejected = files.newest(folder)
         for name, reason in rejected.items():
@@ -222,11 +222,11 @@ def resume_(
         if found:
             state = found.state
             more = {k: v for k, v in state.items() if k not in ("model", "optimizers")}
-            values = [(found.entry.step, more)]
+            values = [found.entry.step, more]
     files.restore_(state, model, optimizers)
     if dist.is_initialized():
         dist.broadcast_object_list(values)
-    step, more = values[0]
+    step, more = values
     if scheduler and "scheduler" in more:
         scheduler.load_state_dict(more["scheduler"])
         # load_state_dict does not set these, and the constructor of a scheduler changes them.

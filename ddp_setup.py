@@ -516,7 +516,7 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
     if size < 1:
         raise ValueError(f"size is {size}; spawn needs at least 1 process")
     if "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1":
-        raise ValueError("a launcher has started this process; it cannot start ranks of its own")
+        raise ValueError("spawn: a launcher has started this process; it cannot start ranks")
     # A notebook has no file. Of a program that Python reads from stdin, the file is "<stdin>".
     main = getattr(sys.modules["__main__"], "__file__", None)
     if not os.path.exists(main) if main else function.__module__ == "__main__":

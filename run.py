@@ -1260,10 +1260,8 @@ def evaluate(out: str, device: str, data: tuple[str, ...]) -> None:
         loss = validate(model, plan, world, getattr(torch, flags.dtype))
         assert loss is not None  # None only after a stop
         ddp_setup.wait_together(partial(chardata.verify_unchanged, corpus), world)
-        size = ddp_setup.from_rank_zero(
-            lambda: target_bytes(plan.tokens, state["vocabulary"]), world
-        )
     if world.rank == 0:
+        size = target_bytes(plan.tokens, state["vocabulary"])
         perplexity, bits = math.inf if loss > 709 else math.exp(loss), loss / math.log(2)
         per_byte = f"{bits * targets / size:.4f} bits per byte, " if size else ""
         click.echo(  # not say(), because the command must fail if it cannot write
@@ -1325,8 +1323,6 @@ def launch(flags: Flags, given: set[str]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
         return run_rank(flags, given)
-    if "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1":
-        raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
     gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
     size = flags.spawn or gpus or ddp_setup.available_cpus()
     if flags.device == "cuda" and size > gpus:

@@ -1335,7 +1335,7 @@ CASES = {
     "DDPKIT_CLIP=much": "--clip.*'much'",
     "DDPKIT_BATCHSIZE=8": "'DDPKIT_BATCHSIZE' is not a flag.*DDPKIT_BATCH_SIZE",
     "RANK=0 WORLD_SIZE=2": "LOCAL_RANK",
-    "RANK=0 WORLD_SIZE=2 --spawn 2": "--spawn.*launcher",
+    "RANK=0 WORLD_SIZE=2 --spawn 2": "spawn: a launcher",
     "--config {bad}/none.toml": "--config .*none.toml: .*No such file",
     "--config {bad}/latin.txt": "latin.txt: ",
     "--config {bad}/name.toml": "name.toml: key 'batchsize' is not a flag.*batch_size",
