@@ -501,7 +501,7 @@ def choose(entries: Sequence[ckpt.Entry], name: str) -> list[ckpt.Entry]:
 def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
     """Return the newest checkpoint that is not damaged, or that of `name`; {} if there is none.
 
-    Its value "rejected" is {name: reason} for newer, damaged checkpoints. ValueError if all are
+    Warn of newer, damaged checkpoints. The value "rejected" has their names. ValueError if all are
     damaged, or if another program wrote the newest one.
     """
     found, rejected = storage.newest(
@@ -509,7 +509,9 @@ def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
     )
     if not found:
         return {}
-    state = {**found.state, "name": f"{out}/{found.entry.name}", "rejected": rejected}
+    state = {**found.state, "name": f"{out}/{found.entry.name}", "rejected": [*rejected]}
+    for name, reason in rejected.items():
+        warn(f"{name}: {reason}; using {state['name']}")
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
@@ -534,11 +536,8 @@ def read_init(flags: Flags, given: set[str]) -> Values:
     """Return the model of --init-from, with the context of a given --block-size, or {}."""
     if flags.init_from is None:
         return {}
-    folder, _ = split_out(flags.init_from)
-    if os.path.realpath(folder) == os.path.realpath(flags.out):
-        raise ValueError(f"--init-from {flags.init_from} is in --out; choose another --out")
-    ours = open_storage(folder).list_checkpoints(folder)  # [] for files of other programs
-    old = read_checkpoint(flags.init_from) if ours else None
+    folder, name = split_out(flags.init_from)
+    old = find_checkpoint(folder, open_storage(folder), name)  # {} for files of other programs
     size = flags.block_size if "block_size" in given else None
     return extra("exchange").start_state(flags.init_from, old, size)  # type: ignore[no-any-return]
 
@@ -769,7 +768,7 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
 
     Set damaged checkpoints aside, remove metrics after the saved step, and write config.json.
     """
-    step, rejected = saved.get("step", 0), saved.get("rejected", {})
+    step, rejected = saved.get("step", 0), saved.get("rejected", [])
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
     # A new run must not overwrite another program's files. Ours contain "val_fraction".
     if (old or metrics) and '"val_fraction"' not in old and not step:
@@ -781,9 +780,8 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     # Another run may have written before this one had the lock.
     if any(e.step > step and e.name not in rejected for e in storage.list_checkpoints(out)):
         raise BlockingIOError("another run has just written to it; start again to continue it")
-    for name, reason in rejected.items():
+    for name in rejected:
         storage.set_aside(out, name)
-        warn(f"{name}: {reason}; set aside, continuing from step {step}")
     # Keep the records up to this step, but no line that a crash has cut off. A record begins with
     # its step, and has no inner braces.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
@@ -1103,8 +1101,6 @@ def read_checkpoint(out: str) -> Values:
     state = find_checkpoint(folder, open_storage(folder), name)
     if not state:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another folder")
-    for name, reason in state.pop("rejected").items():
-        warn(f"{name}: {reason}; using {state['name']}")
     return state
 
 

@@ -79,12 +79,10 @@ def read(path: str) -> Model:
         raise ValueError(f"{path}: {reason}") from error
 
 
-def start_state(
-    path: str, found: dict[str, Any] | None, block_size: int | None = None
-) -> dict[str, Any]:
+def start_state(path: str, found: dict[str, Any], block_size: int | None = None) -> dict[str, Any]:
     """Return what run.py starts from with --init-from: model, config (flags), vocabulary, name.
 
-    path: what --init-from says. found: the checkpoint of run.py there. None: `read` reads `path`.
+    path: what --init-from says. found: the checkpoint of run.py there. {}: `read` reads `path`.
     block_size: a context that may be shorter than that of the model; ValueError if it is longer.
     """
     if found:

@@ -393,11 +393,11 @@ def test_ids_must_be_in_the_vocabulary_of_the_imported_model(tmp_path):
 
 
 def test_an_imported_folder_is_not_overwritten(exported, text, tmp_path):
-    """It has no checkpoint of this program, so without a check, a new run would begin in it."""
+    """Without a check of config.json, a new run would begin in it."""
     out = shutil.copytree(exported, tmp_path / "out")
     before = contents(out)
     ran = run("--init-from", out, "--data", text, "--out", f"{tmp_path}/./out")
-    mistaken(ran, "--init-from", "is in --out")
+    mistaken(ran, "--out", "config.json", "name another --out")
     assert contents(out) == before
 
 
