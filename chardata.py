@@ -133,9 +133,11 @@ def read(
     try:
         arrays = [_read_file(name, vocab) for name in [*files, *val_files]]
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            error.strerror = "too many open files; use fewer, larger files, or raise `ulimit -n`"
-        raise
+        if error.errno != errno.EMFILE:
+            raise
+        raise ValueError(
+            f"{len(names)} files are too many to open; join them, or raise `ulimit -n`"
+        ) from None
     if not files:
         arrays.insert(0, np.frombuffer(default_text().encode(), "u1"))
     token_files = [name for name in names if name.endswith((".bin", ".npy"))]

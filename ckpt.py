@@ -39,6 +39,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import time
 import uuid
 import warnings
@@ -189,7 +190,11 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def resume_(
-    folder: str, model: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
+    folder: str,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    scheduler: Any = None,
+    files: Any = None,
 ) -> tuple[int, State]:
     """Continue from the newest checkpoint of a folder. Return its step and its other values.
 
@@ -199,23 +204,26 @@ def resume_(
     scheduler: one of torch. snapshot() must have got scheduler=scheduler.state_dict(). Its learning
         rates are restored too, but no other setting of an optimizer that it changes, such as the
         momentum with OneCycleLR.
+    files: has the functions to use: this module, by default, or storage() of extras/remote.py or
+        extras/sharded.py.
 
     Only rank 0 reads the folder. It sets damaged checkpoints aside, with a warning, and raises the
     errors of newest(). The other ranks wait until it has read, or until its process ends. Then all
     raise the errors of restore_().
     """
+    files = files or sys.modules[__name__]
     values: list[Any] = [(0, {})]
     state: State = {}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        found, rejected = newest(folder)
+        found, rejected = files.newest(folder)
         for name, reason in rejected.items():
-            set_aside(folder, name)
+            files.set_aside(folder, name)
             warnings.warn(f"{name}: {reason}; set aside", stacklevel=2)
         if found:
             state = found.state
             more = {k: v for k, v in state.items() if k not in ("model", "optimizers")}
             values = [(found.entry.step, more)]
-    restore_(state, model, optimizers)
+    files.restore_(state, model, optimizers)
     if dist.is_initialized():
         dist.broadcast_object_list(values)
     step, more = values[0]
@@ -473,6 +481,8 @@ def newest(
                 # Another process has deleted it: start again.
                 return newest(folder, load, list_checkpoints)
             if isinstance(error, OSError):
+                if error.errno:  # An error of read() does not name its file.
+                    error.filename = error.filename or entry.name
                 raise
             rejected[entry.name] = f"{error}"
     if rejected:
@@ -550,7 +560,7 @@ def lock(folder: str, timeout: float = 2.0) -> IO[str] | None:
                 raise BlockingIOError(f"in use by another run: {file.read()}") from None
             time.sleep(0.05)
         except OSError as error:
-            text = f"{error.strerror}: no locks here, so nothing keeps a second run out"
+            text = f"nothing keeps a second run out of {folder}: {error.strerror}"
             warnings.warn(text, stacklevel=2)
             return None
     file.truncate(0)
@@ -593,10 +603,12 @@ def append_text(folder: str, name: str, line: str) -> None:
     After an OSError, a part of it can be in the file. The next line then begins with a line break.
     A power failure can lose a line.
     """
-    with open(Path(folder, name), "a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            line = "\n" * (file.read() != b"\n") + line
+    path = Path(folder, name)
+    with path.open("ab") as file:
+        if path.stat().st_size:  # 0 for a pipe, too
+            with path.open("rb") as old:
+                old.seek(-1, os.SEEK_END)
+                line = "\n" * (old.read() != b"\n") + line
         file.write(line.encode())
 
 
@@ -613,7 +625,7 @@ def read_text(folder: str, name: str) -> str:
 
 def make_folder(folder: str) -> None:
     """Create a folder and its parents durably."""
-    if not folder or re.search(r"\w\w:/", f"{folder}"):  # Path turns "s3://" into "s3:/".
+    if not folder or re.match(r"\w[\w+.-]+:/", f"{folder}"):  # Path turns "s3://" into "s3:/".
         raise ValueError(f"{folder!r} is empty or a URL; for URLs see extras/remote.py")
     path = Path(folder)
     for each in [*reversed(path.parents), path]:

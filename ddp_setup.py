@@ -20,6 +20,7 @@ import multiprocessing.resource_tracker
 import os
 import pickle
 import re
+import select
 import signal
 import socket
 import sys
@@ -27,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -43,8 +44,10 @@ from torch import nn  # noqa: E402
 from torch.multiprocessing import ProcessExitedException, start_processes  # noqa: E402
 
 T = TypeVar("T")
-# Windows has no SIGUSR1.
-STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
+# Windows has only the first two.
+STOP_SIGNALS = {
+    getattr(signal, name, signal.SIGINT) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+}
 # The exit code of a rank of `spawn` that has only lost the others. The caller of `spawn` sees 1.
 LOST = 113
 
@@ -68,16 +71,25 @@ class World(NamedTuple):
 def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
     """Read the variables that torchrun sets for each process.
 
-    Without RANK and WORLD_SIZE, return the world of a single process. ValueError if the variables
-    are incomplete or contradict one another, or if srun started several tasks without setting them.
+    Without RANK and WORLD_SIZE, or with WORLD_SIZE=1, return the world of a single process.
+    ValueError if the variables are incomplete or contradict one another, or if srun or
+    multiprocessing started this process without setting them.
     """
     if "RANK" not in env and "WORLD_SIZE" not in env:
+        if multiprocessing.parent_process():  # Each child would train alone, without a word.
+            raise ValueError(
+                "multiprocessing started this process, but RANK is not set: start ranks with "
+                "ddp_setup.spawn, or set torchrun's variables; to train alone, set WORLD_SIZE=1"
+            )
         if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             raise ValueError(
                 f"srun started {env['SLURM_STEP_NUM_TASKS']} tasks, but RANK is not set: "
                 "start with torchrun, or set torchrun's variables as extras/slurm.py does"
             )
         return World(0, 0, 1, 1)
+    if env.get("WORLD_SIZE") == "1":  # Kubernetes, for example, sets only some of the others.
+        alone = dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"), "0")
+        env = {**alone, "LOCAL_WORLD_SIZE": "1", **env}
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR"
     found = {name: env.get(name, "") for name in names.split()}
     *numbers, address = found.values()
@@ -85,7 +97,10 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
         rank, local_rank, size, local_size, _port = map(int, numbers)
         if rank < size and local_rank < local_size <= size:
             return World(rank, local_rank, size, local_size)
-    raise ValueError(f"launch variables are missing or do not fit (start with torchrun): {found}")
+    raise ValueError(
+        "launch variables are missing or do not fit (start with torchrun; with one process per "
+        f"machine, LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1 are right): {found}"
+    )
 
 
 # ------------------------------------------------------------------------------------ process group
@@ -96,7 +111,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     """Join the process group of all ranks for the duration of the `with` block.
 
     All ranks must call this function. A single rank gets no process group: it can use the functions
-    of this file, but not torch.distributed.
+    of this file, but not torch.distributed. So your own dist.all_reduce or dist.barrier needs
+    `if world.size > 1:`.
 
     device: "auto" (CUDA, else MPS for a single process, else CPU), "cpu", "cuda" or "mps". Rank i
         of a machine gets GPU i. On a CPU, this sets torch's number of threads to an equal part of
@@ -109,7 +125,8 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     ValueError if the device is not available, raised by the first rank of each machine; the others
     raise SystemExit(1). ConnectionError if the ranks cannot connect, within about twice the
     timeout. If MASTER_ADDR accepts the connection but does not answer, torch never returns: then
-    the rank prints the line of this error, and its process ends with exit code 1.
+    the rank prints the line of this error, and its process ends with exit code 1. While the ranks
+    join, a stop signal ends the process at once: see stop_signals.
 
     If an exception leaves the block of one rank, this rank raises it. The others then lose the
     connection, and each of them prints one line and raises SystemExit(1). (With NCCL, a rank does
@@ -128,13 +145,15 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
     world = read_launch_env()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
         _end_with_parent(PARENT_PID.get(os.getpid(), os.getppid()))
-    world = _select_device(device, world)
     if world.size == 1:
-        yield world
+        yield _select_device(device, world)
         return
     clean = False
     try:
-        world = _join(world, timeout)
+        # While torch's C++ code waits for other ranks, Python's handlers do not run.
+        in_main = threading.current_thread() is threading.main_thread()
+        with _stop_handlers(signal.SIG_DFL) if in_main else nullcontext():
+            world = _join(_select_device(device, world), timeout)
         yield world
         clean = True
     except SystemExit as error:
@@ -383,14 +402,18 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
 
 @contextmanager
 def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
-    """Catch SIGTERM, SIGINT (Ctrl-C) and SIGUSR1; yield a function that tells if one arrived.
+    """Catch SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP (a closed terminal).
+
+    Yield a function that tells if one arrived.
 
     In the block, these signals do not interrupt the program. (Blocked ones are unblocked, and stay
     so.) Call the yielded function once per step, together with any_rank, because a signal may reach
     only some ranks. Once true, it stays true. A second SIGINT ends the process with exit code 130,
     without cleanup; in a notebook and at a Python prompt, it raises KeyboardInterrupt. While the
-    main thread waits in a collective, in wait_together or for ranks to join, these signals have no
-    effect, and are noticed afterwards. For the workers of a DataLoader, see detach_worker.
+    main thread waits in a collective or in wait_together, these signals have no effect, and are
+    noticed afterwards. While process_group joins several ranks, each of them ends the process at
+    once, because there is nothing to save. One that is ignored, such as SIGHUP after nohup, stays
+    ignored, except SIGINT. For the workers of a DataLoader, see detach_worker.
 
     notice: a line that rank 0 prints at the first SIGINT, if stderr is a terminal.
 
@@ -414,32 +437,49 @@ def stop_signals(notice: str = "") -> Iterator[Callable[[], bool]]:
         rank0 = os.environ.get("RANK", "0") == "0" and not forked
         if notice and rank0 and os.isatty(2):
             with suppress(OSError):
-                # print() would fail if the signal has interrupted another print().
-                os.write(2, f"\n{notice}\n".encode())
+                # A terminal that Ctrl-S has stopped would block this process.
+                if select.select([], [2], [], 0)[1]:
+                    # print() would fail if the signal has interrupted another print().
+                    os.write(2, f"\n{notice}\n".encode())
 
-    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    # The program can have blocked them, to lose none before this block.
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    try:
+    with _stop_handlers(handle):
+        # The program can have blocked them, to lose none before this block.
+        if hasattr(signal, "pthread_sigmask"):  # not on Windows
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         yield lambda: bool(received)
+
+
+@contextmanager
+def _stop_handlers(handler: Any) -> Iterator[None]:
+    """Set the handler of the stop signals for the duration of the block.
+
+    Ignored ones stay ignored. But SIGINT does not, because shells ignore it for background jobs.
+    """
+    previous = {
+        number: signal.signal(number, handler)
+        for number in STOP_SIGNALS
+        if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
     finally:
-        for number, handler in previous.items():
+        for number, before in previous.items():
             # The handler is None if it was not installed from Python.
-            signal.signal(number, handler or signal.SIG_DFL)
+            signal.signal(number, before or signal.SIG_DFL)
 
 
 def detach_worker(worker_id: int) -> None:
     """Keep stop signals away from a worker of a DataLoader: pass this as its worker_init_fn.
 
     torchrun and the terminal send signals to a whole Unix process group, and SLURM can send SIGUSR1
-    to all processes. These could end the worker before its rank has saved. SIGTERM to the worker
-    still ends it, because this is how Python ends workers if the rank fails. On Windows, this
-    function does nothing.
+    to all processes. These could end the worker before its rank has saved. So a worker leaves the
+    group, and ignores SIGUSR1 and SIGHUP. SIGTERM to the worker still ends it, because this is how
+    Python ends workers if the rank fails. On Windows, this function does nothing.
     """
     if hasattr(os, "setsid"):
         os.setsid()
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in STOP_SIGNALS - {signal.SIGTERM, signal.SIGINT}:
+            signal.signal(number, signal.SIG_IGN)
 
 
 # ----------------------------------------------------------- starting several ranks on this machine
@@ -456,8 +496,8 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
             sys.exit(spawn(main, 2))
 
     The result is 0, or the exit code of the rank that failed first (sys.exit(3) gives 3; 128 + N if
-    Ctrl-C, or a SIGTERM of this function, ended it with signal N). An exception that leaves
-    `function` becomes torch's ProcessRaisedException, with the traceback of the rank.
+    signal N ended it: Ctrl-C, or after a stop signal to this process another one). An exception
+    that leaves `function` becomes torch's ProcessRaisedException, with the traceback of the rank.
     ChildProcessError names a rank that another signal has killed, that has lost the others although
     none has failed, or that had to be killed after a stop signal or after the end of another rank.
 
@@ -469,13 +509,13 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
     after a stop signal. A second SIGINT ends this process as in stop_signals. If this process dies,
     Linux kills its ranks.
 
-    ValueError if size < 1, in a process that is a rank, and if the new processes could not import
-    `function`. Nobody has tried this function on macOS and Windows. There, ranks do not end with
-    this process.
+    ValueError if size < 1, in a process that is one of several ranks, and if the new processes
+    could not import `function`. Nobody has tried this function on macOS and Windows. There, ranks
+    do not end with this process.
     """
     if size < 1:
         raise ValueError(f"size is {size}; spawn needs at least 1 process")
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1":
         raise ValueError("a launcher has started this process; it cannot start ranks of its own")
     # A notebook has no file. Of a program that Python reads from stdin, the file is "<stdin>".
     main = getattr(sys.modules["__main__"], "__file__", None)
@@ -523,7 +563,9 @@ def spawn(function: Callable[..., object], size: int, *args: Any, timeout: float
                 problem = f"rank {killed[0]} did not end after a stop signal, and was killed"
             elif code == LOST:
                 problem = f"rank {rank} lost the connection to the other ranks"
-            elif code < 0 and not (code == -signal.SIGINT or stopped and code == -signal.SIGTERM):
+            elif code < 0 and not (
+                code == -signal.SIGINT or stop_requested() and -code in STOP_SIGNALS
+            ):
                 problem = f"rank {rank} was killed by {error.signal_name}"
             if problem:
                 raise ChildProcessError(problem) from None

@@ -98,7 +98,7 @@ def train_(
         have different numbers of micro-batches, unless layers communicate, as SyncBatchNorm does.
     lr_at: the "lr" of each parameter group becomes lr_at(number of finished steps) times its
         "initial_lr". A missing "initial_lr" is set to "lr". With None, the caller sets "lr". To
-        resume a torch scheduler, see extras/tutorial/scheduler.diff.
+        resume a torch scheduler, see resume_ in ckpt.py.
     clip: maximum for the L2 norm of the mean gradient of all optimizers' parameters.
     dtype: for torch.autocast. float32 switches autocast off. float16 also needs `scaler`. Keep the
         weights in float32: there is a warning if those of an optimizer are bfloat16 or float16.

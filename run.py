@@ -26,6 +26,7 @@ import math
 import multiprocessing
 import os
 import re
+import select
 import shutil
 import signal
 import sys
@@ -34,8 +35,9 @@ import time
 import tomllib
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -61,7 +63,10 @@ class LazyModule(ModuleType):
         try:
             return getattr(importlib.import_module(self.__name__), name)
         except ModuleNotFoundError as error:
-            raise click.ClickException(f"{error}; install torch, and keep the modules together")
+            advice = f"install {error.name}"
+            if error.name == self.__name__ != "torch":
+                advice = "keep it in the folder of run.py, and start Python without -P"
+            raise click.ClickException(f"{error}; {advice}")
 
 
 def extra(name: str) -> ModuleType:
@@ -90,6 +95,8 @@ __version__ = "0.3.0"
 # a Ctrl-C without saving.
 DONE, FAILED, HOPELESS, STOPPED = range(4)
 EVAL_BATCH = 8192  # tokens in a batch of an evaluation
+# A line of output is left out if it must wait for longer, because the ranks wait meanwhile.
+OUTPUT_SECONDS = 1.0
 # A rank waits for its save for this part of --timeout, because the others wait for the rank.
 SAVE_PART = 0.7
 STOPPING = "Stopping after this step. Press Ctrl-C again to end without saving."
@@ -209,7 +216,8 @@ class Flags:
     device: str = option("auto", "Device to use.", ["auto", "cpu", "cuda", "mps"])
     dtype: str = option(
         "auto",
-        "Type of the computation; weights stay float32. auto: bfloat16 where it is faster.",
+        "Type of the computation; weights stay float32. auto: bfloat16 where it is faster. "
+        "On CUDA, float32 uses TF32 only if the variable TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is 1.",
         ["auto", "float32", "bfloat16", "float16"],
     )
     compile: bool | None = option(
@@ -354,8 +362,7 @@ def train(
     # Nothing is written to --out before this line.
     settings = vars(flags) | {"compile": compiled, "vocab": corpus.vocab}
     for name in ("data", "val_data"):  # for a start in another working folder
-        paths = (path if "://" in path else os.path.abspath(path) for path in settings[name])
-        settings[name] = tuple(paths)
+        settings[name] = [p if "://" in p else os.path.abspath(p) for p in settings[name]]
     machine = ddp_setup.from_rank_zero(lambda: describe_machine(world, dtype), world)
     constants = {
         "data": corpus.digest,
@@ -375,12 +382,14 @@ def train(
         for line in describe_changes(flags, saved, machine, steps_per_epoch):
             say(line)
     pool = start_save_thread()
+    # A thread of its own: a file that blocks must hold up neither the training nor a save.
+    metrics = ThreadPoolExecutor(1, "metrics")
     # The latest save of this rank and its deadline. The first save does nothing.
     writing = pool.submit(bool), time.monotonic() + SAVE_PART * flags.timeout
 
     def wait_for_saves() -> bool:
         """Wait for the saves of all ranks. Return whether all ended in time."""
-        return not ddp_setup.any_rank(not wait_for_save(*writing), world)
+        return not ddp_setup.any_rank(not wait_for_save(metrics, *writing), world)
 
     batches = chardata.steps(
         plan, rank=world.rank, world_size=world.size, accum=flags.accum, start=start_step
@@ -419,7 +428,7 @@ def train(
                 record |= measured
                 record["lr"] = flags.lr * lr_factor(step - 1)  # of this step; with muon: Muon's
                 record |= {"tokens_per_s": round(rate, 1), "mfu": round(rate / peak_rate, 4)}
-                append_metrics(storage, flags.out, lock, record)
+                metrics.submit(append_metrics, storage, flags.out, lock, record)
                 say(format_record(record, total, (tokens_at(total) - tokens) / rate))
             # A step whose loss or gradient is not finite changes no weight. So its checkpoint would
             # be a copy, and --keep would delete an older, different one. The next good step saves.
@@ -434,7 +443,8 @@ def train(
                 if val_loss is not None and val_loss < best:
                     best, due = val_loss, True
                 if rank0 and not stopped:
-                    append_metrics(storage, flags.out, lock, {"step": step, "val_loss": val_loss})
+                    values = {"step": step, "val_loss": val_loss}
+                    metrics.submit(append_metrics, storage, flags.out, lock, values)
                     say(f"step {step}  validation loss {val_loss:.4f} over {targets:,} tokens")
             if stopped or last or due:
                 save_due = False
@@ -457,7 +467,7 @@ def train(
         # Complete the save before the error ends the process. (If only this rank has an error, the
         # launcher ends it some seconds after another rank has noticed that.)
         together = isinstance(error, FloatingPointError) or hasattr(error, "raised_on_rank")
-        wait_for_saves() if together else wait_for_save(*writing)
+        wait_for_saves() if together else wait_for_save(metrics, *writing)
         raise
     written = may_save and wait_for_saves() and not writing[0].exception()
     if ddp_setup.any_rank(not written, world):
@@ -518,7 +528,7 @@ def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
     data = config.get("data") or ()  # Version 0.3 had one string or None.
-    config["data"] = (data,) if isinstance(data, str) else data
+    config["data"] = [data] if isinstance(data, str) else data
     if "compile" not in config and config.get("optimizer") == "muon":
         config["optimizer"] = "auto"  # Version 0.2 called both kinds of Muon "muon".
     return state
@@ -802,11 +812,13 @@ def warn_if_changed(corpus: chardata.Corpus) -> None:
         warn_once(f"--data: {error}; training continues")
 
 
-def wait_for_save(save: Future[Any], deadline: float) -> bool:
+def wait_for_save(metrics: ThreadPoolExecutor, save: Future[Any], deadline: float) -> bool:
     """Wait for a save until time.monotonic() reaches `deadline`. Return whether it has ended.
 
-    Warn if it has not ended, or if it failed.
+    Warn if it has not ended, or if it failed. Before, wait for the lines of metrics that are being
+    written, up to OUTPUT_SECONDS: extras/remote.py uploads them with the next save.
     """
+    wait([metrics.submit(bool)], OUTPUT_SECONDS)
     try:
         error = save.exception(deadline - time.monotonic())
     except TimeoutError:
@@ -840,6 +852,7 @@ def describe_machine(world: ddp_setup.World, dtype: torch.dtype) -> Values:
         "ranks": world.size,
         "device": f"{world.device}",
         "torch": f"{torch.__version__}",
+        "float32_precision": torch.get_float32_matmul_precision(),  # "highest" is without TF32
         "threads": torch.get_num_threads() if world.device.type == "cpu" else 0,
         "peak_flops": peak * world.size,
         "peak_flops_source": source,
@@ -919,8 +932,22 @@ def keep_freed_memory() -> None:
 # ------------------------------------------------------------------------------ output and errors
 
 
+left_out = Counter[bool]()  # whether it is stderr -> number of lines that it did not take
+
+
 def say(text: str, error: bool = False) -> None:
-    """Print a line on stdout or stderr."""
+    """Print a line on stdout or stderr.
+
+    It is left out if the stream does not take it within OUTPUT_SECONDS: a full pipe, or a terminal
+    that Ctrl-S has stopped. The lines after it then do not wait, until the stream takes one again.
+    """
+    stream: Any = sys.stderr if error else sys.stdout
+    with suppress(OSError, ValueError, TypeError):  # on Windows; without a file, as in a notebook
+        if not select.select([], [stream], [], 0 if left_out[error] else OUTPUT_SECONDS)[1]:
+            left_out[error] += 1
+            return
+    if count := left_out.pop(error, 0):
+        text = f"({count} lines were left out, because the output was blocked)\n{text}"
     try:
         click.echo(text, err=error)
     except OSError as reason:  # A closed pipe must not end the training.
@@ -1032,7 +1059,7 @@ def describe_error(error: Exception) -> str:
     hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, trace)]
     if not hints:
         return f"{error!r}\n{trace}"
-    paragraph = " ".join(f"{error}".split("\n\n")[0].split())
+    paragraph = " ".join(map(str.strip, f"{error}".split("\n\n")[0].splitlines()))
     return f"{type(error).__name__}: {paragraph}; {hints[-1]}"
 
 
@@ -1318,12 +1345,15 @@ def launch(flags: Flags, given: set[str]) -> int:
     """Train as this rank, or start the ranks that --spawn asks for; return the exit code."""
     # Triton would log its whole program before it raises an error.
     logging.getLogger("torch._inductor.runtime.triton_heuristics").disabled = True
-    # Block the stop signals until stop_signals() or spawn() can take them.
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+    # Block the stop signals until stop_signals() can take them. But they end one of several ranks,
+    # which would wait in vain for a rank that they have ended.
+    alone = flags.spawn is None and os.environ.get("WORLD_SIZE", "1") == "1"
+    if alone and hasattr(signal, "pthread_sigmask"):  # not on Windows
+        stops = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     if flags.spawn is None or multiprocessing.parent_process():  # This process is a rank.
         return run_rank(flags, given)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1":
         raise click.UsageError("--spawn: a launcher has started this process; leave --spawn out")
     gpus = 0 if flags.device == "cpu" else torch.cuda.device_count()
     size = flags.spawn or gpus or ddp_setup.available_cpus()
@@ -1443,7 +1473,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except SystemExit as error:  # process_group raises it if another rank reports the error
         return error.code if isinstance(error.code, int) else FAILED
     except click.ClickException as error:
-        say("Error: " + " ".join(error.format_message().split()), error=True)
+        lines = map(str.strip, error.format_message().splitlines())
+        say("Error: " + " ".join(lines), error=True)
         return error.exit_code
     except FloatingPointError as error:  # The training diverged, or replicas differ.
         if os.environ.get("RANK", "0") == "0":  # All ranks raise it.
@@ -1464,7 +1495,7 @@ def program() -> None:
         stream = getattr(sys, name) or open(os.devnull, "w")  # Python sets a closed stream to None.
         stream.reconfigure(errors="replace")  # for characters that a terminal does not have
         setattr(sys, name, stream)
-    warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
+    warnings.showwarning = lambda message, *_: warn(f"{message}")
     if "OMP_WAIT_POLICY" not in os.environ:
         # By default, idle OpenMP threads wait so long in a busy loop that training is up to seven
         # times slower if another program uses a core.

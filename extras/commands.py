@@ -162,8 +162,7 @@ def plan(ranks: int | None, gpu: str, mfu: float, **values: Any) -> None:
     given = {n for n in values if ctx.get_parameter_source(n) is not source.DEFAULT}
     flags = run.Flags(**values)
     ranks = ranks or flags.spawn or 1
-    device = "cpu" if flags.device == "cpu" else "cuda"
-    if flags.dtype == "auto" and device == "cuda":
+    if flags.dtype == "auto" and flags.device != "cpu":
         flags = replace(flags, dtype="bfloat16")
     with run.usage_errors():
         import chardata
@@ -177,38 +176,21 @@ def plan(ranks: int | None, gpu: str, mfu: float, **values: Any) -> None:
         corpus, batches, validation = run.load_data(flags, given, saved, world)
         per_epoch = chardata.steps_per_epoch(batches)
         config = run.model_config(vars(flags) | {"vocab": corpus.vocab})
-        groups = gpt.parameter_groups(gpt.build(config, None))
+        job = make_job(flags, config, gpt.build(config, None), ranks)
     total = min(flags.epochs * per_epoch, flags.steps or sys.maxsize)
     tokens = chardata.tokens_before(batches, total)
-    windows = -(-flags.batch_size // ranks)
-    micro_batches = min(flags.accum, windows)
-    job = plan.Job(
-        config.arch,
-        config.vocab,
-        config.layers,
-        config.embd,
-        config.block_size,
-        {kind: [p.numel() for p in group] for kind, group in groups.items()},
-        flags.optimizer,
-        flags.dtype,
-        rows=-(-windows // micro_batches),
-        micro_batches=micro_batches,
-        ranks=ranks,
-        heads=config.heads,
-        checkpoint_activations=flags.checkpoint_activations,
-        device=device,
-    )
     flop = gpt.flops_per_token(config) * tokens
     hours = flop / (run.DATASHEET[gpu] * mfu * ranks) / 3600
-    time = f"; {hours:,.3g} hours on {ranks} x {gpu} at {mfu:.0%} MFU" if device == "cuda" else ""
-    parts = ", ".join(f"{sum(sizes):,} in {kind}" for kind, sizes in job.sizes.items())
-    training, other = (chardata.num_tokens(each.tokens) for each in (batches, validation))
+    time = f"; {hours:,.3g} hours on {ranks} x {gpu} at {mfu:.0%} MFU" * (job.device != "cpu")
+    parts = ", ".join(f"{sum(group):,} in {kind}" for kind, group in job.sizes.items())
+    sizes = [f"{chardata.num_tokens(each.tokens):,}" for each in (batches, validation)]
     for line in (
         f"parameters   {plan.parameters(job):,}: {parts}",
-        f"data         {training:,} tokens, and {other:,} for an evaluation; {corpus.vocab} different",
+        f"data         {sizes[0]} tokens, {sizes[1]} in an evaluation; vocabulary {corpus.vocab:,}",
         f"steps        {per_epoch:,} in an epoch, {total:,} in all",
         f"tokens       {flags.batch_size * flags.block_size:,} in a step, {tokens:,} in all",
-        f"each rank    {windows} windows in a step; micro-batches: {micro_batches}, of {job.rows}",
+        f"each rank    {-(-flags.batch_size // ranks)} windows in a step; micro-batches: "
+        f"{job.micro_batches}, of {job.rows}",
         f"checkpoint   {plan.size(plan.checkpoint(job))}; --keep {flags.keep} keeps "
         f"{plan.size(plan.checkpoint(job) * (flags.keep + 1))}, with the best one",
         f"computation  {flop:.3g} FLOP in {flags.dtype}{time}",
@@ -220,20 +202,44 @@ def plan(ranks: int | None, gpu: str, mfu: float, **values: Any) -> None:
         run.warn(f"{ranks - flags.batch_size} ranks have no window; give a higher --batch-size")
 
 
-@click.command(params=[run.OPTIONS["device"]])
+def make_job(flags: run.Flags, config: Any, model: Any, ranks: int) -> Any:
+    """Return what the formulas of plan.py take. config, model: those of gpt.py."""
+    import gpt
+    from extras import plan
+
+    windows = -(-flags.batch_size // ranks)  # of a rank that has the most
+    micro_batches = min(flags.accum, windows)
+    return plan.Job(
+        config.arch,
+        config.vocab,
+        config.layers,
+        config.embd,
+        config.block_size,
+        {kind: [p.numel() for p in group] for kind, group in gpt.parameter_groups(model).items()},
+        flags.optimizer,
+        flags.dtype,
+        rows=-(-windows // micro_batches),
+        micro_batches=micro_batches,
+        ranks=ranks,
+        heads=config.heads,
+        checkpoint_activations=flags.checkpoint_activations,
+        device="cpu" if flags.device == "cpu" else "cuda",
+    )
+
+
+@click.command(params=[run.OPTIONS[name] for name in ("device", "data")])
 @OUT
 @click.option(
     "--from", "first", type=run.COUNT, help="First step.  [default: the one kept before --to]"
 )
 @click.option("--to", "last", type=run.COUNT, help="Last step.  [default: the newest one kept]")
-@click.option("--data", type=run.PATH, help="As in training, if it has moved.")
 @click.option("--spawn", type=run.COUNT, metavar="N", help="Start N processes, as in training.")
 def verify(
     out: str,
     first: int | None,
     last: int | None,
     device: str,
-    data: str | None,
+    data: Any,
     spawn: int | None,
 ) -> int:
     """Train from one kept checkpoint in OUT to the next one again, and compare.
@@ -241,7 +247,8 @@ def verify(
     With the same number of ranks and CPU threads, torch and kind of CPU, all weights and moments
     must be equal, bit for bit. If they are not, a device has made a mistake, or the settings do
     not give the same result twice. (On CUDA, they do only with deterministic algorithms.) Exit
-    code 0: equal. It writes only to a temporary folder, so OUT may be in use.
+    code 0: equal. It writes only to a temporary folder, so OUT may be in use. Give --data only if
+    the data has moved.
 
     \b
       python run.py verify out --from 100 --to 200

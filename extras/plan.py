@@ -6,7 +6,7 @@
         print(f"{kind}: {count / 1e9:.2f} GB")
 
 Formulas only, for a GPT of gpt.py that is not compiled; torch.compile keeps fewer activations. The
-bytes per token were measured on a CPU, with what autograd keeps for the backward pass, and their sum
+bytes per token were measured on a CPU, as what autograd keeps for the backward pass, and their sum
 with torch's profiler. On CUDA, autocast computes LayerNorm in float32, so gpt2 needs somewhat more,
 and CUDA, NCCL and the allocator need one or two GB more. Needs Python alone.
 """
@@ -58,8 +58,10 @@ def moments(job: Job) -> int:
     AdamW also has a counter of 4 bytes for each parameter tensor.
     """
     muon = 0 if job.optimizer == "adamw" else matrices(job)
-    tensors = [n for kind, group in job.sizes.items() if kind != "matrices" or not muon for n in group]
-    return 8 * (parameters(job) - muon) + 4 * len(tensors) + 4 * muon
+    counters = sum(
+        len(group) for kind, group in job.sizes.items() if kind != "matrices" or not muon
+    )
+    return 8 * (parameters(job) - muon) + 4 * counters + 4 * muon
 
 
 def checkpoint(job: Job) -> int:
@@ -129,11 +131,14 @@ def memory(job: Job, strategy: str) -> dict[str, int]:
         "optimizer step": update,
     }
     held = kinds["weights"] + kinds["moments"]
-    # DDP keeps its buckets. Without it, gradients replace activations during the backward pass.
-    buckets = whole // share if job.ranks > 1 else 0
-    early = gradients if job.ranks > 1 or job.micro_batches > 1 else 0
+    # DDP keeps its buckets between the steps.
+    buckets = whole if strategy == "ddp" and job.ranks > 1 else 0
+    # The gradients at the beginning of the last backward pass. Later ones replace activations.
+    early = buckets
+    if job.micro_batches > 1:
+        early = whole // share if strategy == "fsdp" else whole
     passes = gathered + early + copies + kinds["activations"] + kinds["logits"]
-    kinds["between steps"] = held + (buckets if strategy == "ddp" else 0)
+    kinds["between steps"] = held + buckets
     kinds["during a step"] = held + max(passes, gradients + update)
     return kinds
 

@@ -2,8 +2,8 @@
 
     import ckpt                                  # the core module, whose functions are used here
     files = storage(ckpt)                        # the functions of ckpt, for URLs
-    files.save("s3://bucket/out", state, step=400, loss=1.88, keep=3)
-    found, rejected = files.newest("s3://bucket/out")
+    step, more = files.resume_("s3://bucket/out", model, optimizers)     # on every rank
+    files.save("s3://bucket/out", state, step=400, loss=1.88, keep=3)    # on rank 0
 
     paths = download("s3://bucket/data/*.txt")   # local copies
 
@@ -74,7 +74,9 @@ def storage(ckpt: ModuleType, write_sharded: bool = False) -> SimpleNamespace:
         "append_text": partial(_append_text, texts),
         "read_text": partial(_read_text, texts),
     }
-    return SimpleNamespace(**functions)
+    files = SimpleNamespace(**functions)
+    files.resume_ = partial(ckpt.resume_, files=files)
+    return files
 
 
 # ------------------------------------------------------------------------------------ checkpoints

@@ -6,8 +6,7 @@
     state = files.snapshot(model, optimizers, step=400)
     files.save("out", state, 400, loss, keep)                   # can run in a thread
 
-    found = files.newest("out")[0] if rank == 0 else None
-    files.restore_(found.state if found else {}, model, optimizers)
+    step, more = files.resume_("out", model, optimizers)
 
 Every rank must run these lines, and all must share the folder "out". Tensors may be sharded with
 Shard(0) over a mesh of one dimension only. The checkpoint is a folder. In it is a file of each
@@ -80,7 +79,9 @@ def storage(ckpt: ModuleType, write_sharded: bool) -> SimpleNamespace:
                 prune(ckpt, folder, keep)
         return entry
 
-    return SimpleNamespace(**functions | {"save": save})
+    files = SimpleNamespace(**functions | {"save": save})
+    files.resume_ = partial(ckpt.resume_, files=files)
+    return files
 
 
 # --------------------------------------------------------------------------------------- the folder

@@ -1,4 +1,4 @@
-"""Train a part of a run again, from one kept checkpoint to another one, and compare the two results.
+"""Train a part of a run again, from one kept checkpoint to another one, and compare the results.
 
     code = verify("out", first=100, last=200, device="auto", data=None)
 
@@ -39,9 +39,10 @@ class Part(NamedTuple):
     given: set[str]  # names of the flags that must not come from the first checkpoint
 
 
-def verify(out: str, first: int | None, last: int | None, device: str, data: str | None) -> int:
+def verify(out: str, first: int | None, last: int | None, device: str, data: Any) -> int:
     """Print whether the steps from `first` to `last` give the same result again: see choose.
 
+    data: as in Flags, if the data has moved.
     All ranks call this. Return 0 if all tensors are bitwise equal, 1 if not, 3 after a stop signal.
     """
     with (
@@ -57,7 +58,7 @@ def verify(out: str, first: int | None, last: int | None, device: str, data: str
         )
         part = ddp_setup.from_rank_zero(lambda: plan_part(state, config, folder), world)
         more: Values = {"out": folder, "device": device}
-        if data is not None:
+        if data:
             more["data"] = data
         flags = run.Flags(**part.flags | more)
         if rank0:
@@ -80,11 +81,12 @@ def verify(out: str, first: int | None, last: int | None, device: str, data: str
                     part.given | more.keys(),
                     world,
                     lambda: asked() or next(calls) >= part.end - part.start,
-                    ckpt,  # type: ignore[arg-type]
+                    ckpt,
                     **arguments,
                 )
         except click.UsageError as error:
-            error.message = error.message.replace(folder, out)
+            # Name the folder that the user knows.
+            setattr(error, "message", error.message.replace(folder, out))
             raise
         return ddp_setup.from_rank_zero(lambda: judge(part, folder, state, config), world)
 
@@ -100,7 +102,7 @@ def choose(entries: Sequence[ckpt.Entry], first: int | None, last: int | None) -
     if not {start, end} <= kept.keys() or start >= end:
         have = ", ".join(map(str, kept)) or "none"
         raise ValueError(
-            f"verify needs the checkpoints of two steps, and not {start} and {end}; kept are: {have}"
+            f"verify needs checkpoints of two steps, and not of {start} and {end}; kept are: {have}"
         )
     return [kept[start], kept[end]]
 

@@ -123,6 +123,13 @@ def join(timeout: float) -> None:
         pass
 
 
+def wait_for_others(folder: str) -> None:
+    """Wait for a rank that never comes. The stop signals have handlers, as in a training."""
+    with ddp_setup.stop_signals():
+        up(folder)
+        join(600)
+
+
 def listen(interface: str | None) -> None:
     """gloo uses the loopback interface if all ranks are on this machine. The user can choose others."""
     with ddp_setup.process_group("cpu", timeout=60):

@@ -713,7 +713,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_because_it_may_be_good(fol
     """Otherwise it would be set aside, and the run would continue from an older one."""
     _, new = save_some(folder, 1, 2)
     UNREADABLE[kind][0](Path(folder, new.name))
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match=new.name) as caught:
         ckpt.newest(folder)
     assert caught.value.errno == UNREADABLE[kind][1]
 
@@ -925,12 +925,18 @@ def test_a_file_system_that_cannot_sync_folders_costs_one_warning(folder, monkey
     assert len(warned) == 1 and "a power failure" in f"{warned[0].message}"
 
 
-@pytest.mark.parametrize("name", ["s3://bucket/out", Path("s3://bucket/out"), ""])
+@pytest.mark.parametrize("name", ["s3://bucket/out", Path("s3://bucket/out"), "git+ssh:/a", ""])
 def test_a_url_and_an_empty_name_are_refused_and_nothing_is_made(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"is empty or a URL; for URLs see extras/remote\.py"):
         save_some(name, 1)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a:/b", "new/data:/b"])
+def test_a_colon_in_a_name_does_not_make_it_a_url(name, tmp_path):
+    save_some(f"{tmp_path}/{name}", 1)
+    assert len(names(tmp_path / name)) == 1
 
 
 def test_the_current_folder_can_be_named_by_a_dot(tmp_path, monkeypatch):
@@ -1052,7 +1058,9 @@ def test_lock_is_none_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(ckpt.fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="No locks available.* nothing keeps a second run out"):
+    with pytest.warns(
+        UserWarning, match="^nothing keeps a second run out of .*: No locks available$"
+    ):
         held = ckpt.lock(tmp_path)
     assert held is None and f"{ckpt.TEMPORARY}12345" in names(tmp_path)
     ckpt.check_lock(tmp_path, held)

@@ -7,6 +7,7 @@ import ipaddress
 import multiprocessing
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -61,6 +62,8 @@ def test_launch_env_is_what_torchrun_sets():
             "SLURM_NTASKS": "2",
         },  # a job's batch script, not a task of srun
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {"WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "23456"},
     ],
 )
 def test_without_a_launcher_there_is_a_single_process(env):
@@ -86,6 +89,7 @@ def test_a_missing_launch_variable_is_an_error_that_shows_it_empty(name):
     ) as caught:
         ddp_setup.read_launch_env(env)
     assert str(caught.value).count("''") == 1 and "\n" not in str(caught.value)
+    assert "one process per machine, LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +102,7 @@ def test_a_missing_launch_variable_is_an_error_that_shows_it_empty(name):
         {"LOCAL_RANK": "4"},
         {"LOCAL_WORLD_SIZE": "9"},
         {"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "0"},
+        {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
         {"MASTER_PORT": "x"},
     ],
     ids=str,
@@ -315,6 +320,29 @@ def test_gloo_listens_on_loopback_only_on_a_single_machine_and_the_user_can_choo
         assert run("listen", None, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1") == [DONE] * 2
 
 
+SPAWNED_BY_TORCH = """
+import torch, ddp_setup
+def train(rank):
+    with ddp_setup.process_group("cpu") as world:
+        print(world.size)
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=2)
+"""
+
+
+def test_children_of_multiprocessing_without_launch_variables_do_not_train_alone(tmp_path):
+    """Otherwise there are two worlds of one rank each, and exit code 0."""
+    (tmp_path / "script.py").write_text(SPAWNED_BY_TORCH)
+    for more, code in (({}, 1), ({"WORLD_SIZE": "1"}, 0)):
+        start = {**START, "env": START["env"] | more}
+        ran = subprocess.run(
+            [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, **start
+        )
+        assert (ran.returncode, ran.stdout) == (code, "" if code else "1\n1\n"), ran
+        line = r"ValueError: multiprocessing started .* ddp_setup.spawn, .* set WORLD_SIZE=1\n"
+        assert not code or re.search(line, ran.stderr), ran
+
+
 # ----------------------------------------------------------------------------------------- failures
 
 
@@ -328,6 +356,23 @@ def test_ranks_that_cannot_connect_say_so_in_one_line(case):
         [(code, text)] = run("join", 1, size=1, serve=serve, port=port, **more)
     line = rf"Error: rank {rank}: not all 2 ranks connected to 127\.0\.0\.1:\d+ \(.+\)\n"
     assert code == 1 and re.fullmatch(line, text), text
+
+
+def catches(pid, number):
+    """Return whether a process has a handler for a signal."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return int(caught, 16) >> (number - 1) & 1
+
+
+@linux
+@pytest.mark.parametrize("number", sorted(ddp_setup.STOP_SIGNALS))
+def test_a_stop_signal_ends_a_rank_that_waits_for_others_to_join(tmp_path, number):
+    """There, Python's handlers do not run, and the timeout can be ten minutes."""
+    with forks("wait_for_others", f"{tmp_path}", size=1, WORLD_SIZE="2") as ([process], ends):
+        ready(tmp_path, 1)
+        wait_for(lambda: not catches(process.pid, number), "the join")
+        os.kill(process.pid, number)
+        assert ends() == [(-number, "")]
 
 
 FAILURES = {  # what the last rank does -> its end, and that of the others
@@ -423,6 +468,8 @@ def test_a_rank_cannot_spawn(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="a launcher has started this process"):
         ddp_setup.spawn(print, 2)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as in a PyTorchJob with one worker
+    assert ddp_setup.spawn(ranks.join_and_leave, 2) == 0
 
 
 @pytest.mark.parametrize("where", ["-c", "-"])  # as in a notebook; from stdin
@@ -556,6 +603,7 @@ def test_only_a_worker_of_torchrun_ends_if_its_parent_has_ended_during_the_impor
 @linux
 def test_a_worker_that_was_forked_after_the_import_is_not_taken_for_an_orphan(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     worker = multiprocessing.get_context("fork").Process(target=ranks.main, args=("join", 1))
     worker.start()
     worker.join(60)
@@ -565,7 +613,7 @@ def test_a_worker_that_was_forked_after_the_import_is_not_taken_for_an_orphan(mo
 # ------------------------------------------------------------------------------------- stop signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_signal_is_noticed_and_its_handler_is_restored(number):
     assert number in ddp_setup.STOP_SIGNALS
     before = signal.getsignal(number)
@@ -575,6 +623,17 @@ def test_a_stop_signal_is_noticed_and_its_handler_is_restored(number):
         wait_for(stop_requested, "the signal", 10)
         raise KeyError  # as if an error had ended the block
     assert signal.getsignal(number) == before
+
+
+def test_sighup_stays_ignored_where_nohup_has_ignored_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ddp_setup.stop_signals() as stop_requested:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop_requested()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no terminals")
@@ -601,6 +660,10 @@ def test_only_rank_0_prints_the_notice_and_only_for_ctrl_c_in_a_terminal(monkeyp
         interrupt("0", signal.SIGINT, "")
         interrupt_forked_child()
         interrupt("0", signal.SIGINT, "rank 0")
+        os.write(controller, b"\x13")  # Ctrl-S; then a write would wait for ever
+        wait_for(lambda: not select.select([], [terminal], [], 0)[1], "Ctrl-S")
+        interrupt("0", signal.SIGINT, "a stopped terminal")
+        os.write(controller, b"\x11")  # Ctrl-Q
         os.write(2, b"end")
         while not printed.endswith(b"end"):
             printed += os.read(controller, 1000)
@@ -675,7 +738,8 @@ with ddp_setup.stop_signals() as stop_requested:
     read = [int(next(rows))]
     (worker,) = rows._workers
     os.killpg(0, signal.SIGTERM)  # as torchrun does
-    os.kill(worker.pid, signal.SIGUSR1)  # as SLURM can
+    for number in (signal.SIGUSR1, signal.SIGHUP):  # as SLURM can
+        os.kill(worker.pid, number)
     read += map(int, rows)
     print(read, stop_requested(), worker.exitcode or 0)
 """

@@ -4,18 +4,21 @@ run() of conftest.py runs one rank in this process. A program is started only fo
 outside, and for terminals and pipes, because each start takes two seconds.
 """
 
+import fcntl
 import json
 import math
 import os
 import pty
 import re
+import select
 import shlex
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count
@@ -45,6 +48,7 @@ from conftest import (
     signalled,
     state,
     torchrun,
+    wait_for,
 )
 
 import chardata
@@ -57,6 +61,7 @@ EXTRAS = (ROOT / "extras").is_dir()
 # 50 steps of 10 rows, which 3 ranks cannot divide evenly. Step 31 is the last of an epoch and has 2 rows, so one of 3
 # ranks has none.
 FIFTY = [*TINY, *"--batch-size 10 --steps 50 --min-lr 0.0006 --log-every 1 --eval-every 25".split()]
+ENDLESS = "--no-compile --epochs 99999 --log-every 1 --eval-every 99999 --save-every 99999".split()
 OLD = ROOT / "tests" / "data" / "version_0_2"
 CPU = torch.device("cpu")
 
@@ -360,7 +365,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_and_stays(undisturbed, tmp
     newest.symlink_to("/proc/self/mem")  # its first bytes give EIO
     before = sorted(out.iterdir())
     ran = run(*command.split(), "--out", out)
-    assert_one_line(ran, "Input/output error", code=1)
+    assert_one_line(ran, f"Input/output error: '.*{newest.name}'", code=1)
     assert sorted(out.iterdir()) == before
 
 
@@ -467,6 +472,40 @@ def test_a_stop_signal_in_an_evaluation_ends_it_and_saves(monkeypatch, text, tmp
     assert evaluations(tmp_path) == {} and state(tmp_path)["step"] == 3
 
 
+@pytest.mark.parametrize("more", [[], ["--spawn", 2, "--timeout", 5]], ids=["python", "spawn"])
+def test_a_full_pipe_holds_up_neither_the_training_nor_the_save_after_a_stop_signal(
+    text, tmp_path, more
+):
+    """As with `| less`. Ranks that wait for longer than --timeout would end."""
+    launcher = ["bash", "-c", 'exec "$0" run.py "$@" 2>&1', sys.executable]  # stderr is full, too
+    flags = ["--data", text, *ENDLESS]
+    with Program(*TINY, *flags, *more, "--out", tmp_path, launcher=launcher) as started:
+        fcntl.fcntl(started.process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # about 45 lines
+        wait_for(lambda: (tmp_path / "metrics.jsonl").exists(), "the training")
+        wait_for(lambda: len(losses(tmp_path)) > 200, "200 steps", 120)
+        started.process.terminate()
+        assert started.process.wait() == 3
+        assert state(tmp_path)["step"] == losses(tmp_path)[-1][0] > 200
+
+
+def test_metrics_that_block_hold_up_neither_the_training_nor_the_save(text, tmp_path):
+    flags = ["--data", text, *ENDLESS]
+    with Program(*TINY, *flags, "--out", tmp_path) as started:
+        started.read_lines(3)
+        os.mkfifo(tmp_path / "fifo")
+        (tmp_path / "fifo").rename(tmp_path / "metrics.jsonl")  # opening it would take for ever
+        started.read_lines(20)
+        started.process.terminate()
+        ran = started.finish()
+    assert ran.code == 3 and ran.err == "" and state(tmp_path)["step"] > 20, ran
+
+
+def test_a_closed_terminal_stops_all_ranks_after_a_save(text, tmp_path):
+    flags = [*TINY, "--data", text, *ENDLESS, "--spawn", 2]
+    code, _ = on_a_terminal([*flags, "--out", tmp_path], [("step 5/", None)])
+    assert code == 3 and state(tmp_path)["step"] >= 5
+
+
 IMPORTING = f"""
 import builtins, os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -496,8 +535,11 @@ def test_a_signal_in_the_import_of_torch_ends_a_command_or_a_training_after_one_
     assert ran.code == code and ran.err == "" and (code == 3) == ("after step 1 of" in ran.out), ran
 
 
-def on_a_terminal(args: list[object], answers: list[tuple[str, bytes]]) -> tuple[int, str]:
-    """Run the program in a terminal, and type each answer when its text appears. Return its exit code and output."""
+def on_a_terminal(args: list[object], answers: list[tuple[str, bytes | None]]) -> tuple[int, str]:
+    """Run the program in a terminal, and type each answer when its text appears. Return its exit code and output.
+
+    An answer None closes the terminal.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -509,10 +551,12 @@ def on_a_terminal(args: list[object], answers: list[tuple[str, bytes]]) -> tuple
         while piece := os.read(terminal, 1 << 16):
             heard += piece.decode()
             if answers and answers[0][0] in heard:
-                os.write(terminal, answers.pop(0)[1])
+                if (answer := answers.pop(0)[1]) is None:
+                    break
+                os.write(terminal, answer)
+    os.close(terminal)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     watchdog.cancel()
-    os.close(terminal)
     return code, heard
 
 
@@ -765,6 +809,7 @@ def test_metrics_and_printed_lines_have_the_documented_values(fifty, text):
         "steps": 50,
     }
     expected |= {"device": "cpu", "peak_flops_source": "measured", "torch": torch.__version__}
+    expected |= {"float32_precision": "highest"}
     assert expected.items() <= config(out).items() and config(out)["peak_flops"] > 1e6
     very_long = dict(step=1, epoch=0.0, loss=3.0, lr=0.1, tokens_per_s=1.0)
     assert program.format_record(very_long, 10**17, 1e17).startswith("step 1/1")
@@ -934,6 +979,20 @@ def test_a_save_that_takes_longer_than_the_timeout_costs_a_warning(
     else:
         error = "Error: the checkpoint of step 30 was not written\n"
         assert (ran.code, ran.err) == (1, warning + error) and "Done" not in ran.out, ran
+
+
+def test_all_lines_of_metrics_are_written_before_an_error_ends_the_run(monkeypatch, text, tmp_path):
+    append = ckpt.append_text
+
+    def append_slowly(*args: str) -> None:
+        time.sleep(0.1)
+        append(*args)
+
+    monkeypatch.setattr(ckpt, "append_text", append_slowly)
+    at_loss(monkeypatch, lambda call, model: 1 / (call < 5))
+    ran = run(*TINY, "--data", text, "--log-every", 1, "--out", tmp_path)
+    assert ran.code == 1 and "ZeroDivisionError" in ran.err, ran
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4]
 
 
 SAVE_SLOWLY_AND_FAIL = f"""
@@ -1143,6 +1202,30 @@ def test_warnings_are_one_line_a_fatal_signal_has_a_traceback_and_openmp_waits_o
     assert re.search('File "<string>", line 6 in main\n.*File ".*run.py", line', ran.err), ran
 
 
+@pytest.mark.parametrize("error", [False, True], ids=["stdout", "stderr"])
+def test_lines_that_a_stopped_terminal_does_not_take_are_left_out_and_counted(error):
+    controller, number = os.openpty()
+    redirect = redirect_stderr if error else redirect_stdout
+    watchdog = threading.Timer(20, os.write, (controller, b"\x11"))  # ends a test that hangs
+    watchdog.start()
+    with open(number, "w") as terminal, redirect(terminal):
+        os.write(controller, b"\x13")  # Ctrl-S
+        wait_for(lambda: not select.select([], [terminal], [], 0)[1], "Ctrl-S")
+        program.say("one", error)
+        program.say("two", error)
+        os.write(controller, b"\x11")  # Ctrl-Q
+        wait_for(lambda: select.select([], [terminal], [], 0)[1], "Ctrl-Q")
+        program.say("three", error)
+        program.say("four", error)
+        watchdog.cancel()
+        printed = b""
+        while b"four\r\n" not in printed:
+            printed += os.read(controller, 1000)
+    os.close(controller)
+    message = "(2 lines were left out, because the output was blocked)"
+    assert printed.decode().splitlines() == [message, "three", "four"]
+
+
 def test_training_continues_without_output_if_the_pipe_is_closed(text, tmp_path):
     """Characters that the terminal does not have are replaced."""
     out, env = tmp_path / "выход", {"PYTHONIOENCODING": "latin-1"}
@@ -1174,11 +1257,16 @@ def test_a_training_needs_no_output_but_a_result_that_cannot_be_written_is_an_er
     )
 
 
-def test_a_module_that_is_missing_is_named_in_one_line(tmp_path):
+def test_a_module_that_is_missing_is_named_in_one_line(monkeypatch, tmp_path):
     shutil.copy(ROOT / "run.py", tmp_path)
-    ran = run(launcher=PYTHON, root=tmp_path)
-    assert (ran.code, ran.out) == (1, "")
-    assert re.fullmatch("Error: No module named 'ddp_setup';.*\n", ran.err), ran
+    for start, root in ((PYTHON, tmp_path), ([sys.executable, "-P", "run.py"], ROOT)):
+        ran = run(launcher=start, root=root)
+        assert (ran.code, ran.out) == (1, "")
+        line = "Error: No module named 'ddp_setup'; keep it in the folder of run.py, and .* without -P\n"
+        assert re.fullmatch(line, ran.err), ran
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+    with pytest.raises(click.ClickException, match="torch.*; install torch$"):
+        program.LazyModule("torch").Tensor
 
 
 # --- promise 8: bad input gives one line, and nothing is written ---
@@ -1191,7 +1279,10 @@ def test_as_many_files_as_the_hard_limit_allows_are_read(spawn, tmp_path):
         np.save(tmp_path / f"{i}.npy", np.arange(9, dtype=np.uint8))
     limits = ["bash", "-c", 'ulimit -Sn 150; ulimit -Hn {}; exec "$0" run.py "$@"', sys.executable]
     flags = [*TINY, "--data", tmp_path / "*.npy", "--steps", 1, *spawn, "--out", tmp_path / "out"]
-    for hard, code, error in (190, 2, "many open files; use fewer.*`ulimit -n`\n"), (400, 0, ""):
+    for hard, code, error in (
+        (190, 2, "200 files are too many to open.*`ulimit -n`\n"),
+        (400, 0, ""),
+    ):
         ran = run(*flags, launcher=[*limits[:2], limits[2].format(hard), limits[3]])
         assert ran.code == code and re.search(f"^(Error: .*{error})?$", ran.err), ran
 
@@ -1213,6 +1304,7 @@ def test_a_run_does_not_begin_where_another_runs_or_has_just_written(text, tmp_p
 
 CASES = {
     "--data no/such.txt": "no/such.txt",
+    "--data 'no/a  b'": "'no/a  b'",
     "--data {bad}/empty.txt": "empty.txt.*empty",
     "--data {bad}/short.txt": "short.txt.*16",
     "--data {bad}/latin.txt": "latin.txt.*0xe9 in position 3.*iconv",
@@ -1318,6 +1410,15 @@ def test_bad_input_gives_one_line_and_writes_nothing(bad, undisturbed, text, mon
     # Only a run that is resumed is told how to continue it.
     assert ("give the --data that the run had" in ran.err) == ("another --out" in CASES[case])
     assert (contents(bad), contents(trained)) == before and not (bad / "new").exists()
+
+
+def test_a_launcher_that_starts_a_single_process_does_not_keep_it_from_starting_ranks(
+    text, tmp_path
+):
+    """As in a PyTorchJob with one worker."""
+    flags = [*TINY, "--data", text, "--steps", 1, "--spawn", 2, "--out", tmp_path]
+    ran = run(*flags, env={"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host"})
+    assert ran.code == 0 and " on 2 x cpu " in ran.out and ran.err == "", ran
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,9 @@ def hang(setting: Setting) -> str:
 
 def speed(setting: Setting) -> str:
     """Compare tokens/s, with the same global batch, and with twice the batch on two ranks."""
-    flags = f"{' '.join(setting.large)} --epochs 1000 --log-every 2 --eval-every 100000 --no-compile"
+    flags = (
+        f"{' '.join(setting.large)} --epochs 1000 --log-every 2 --eval-every 100000 --no-compile"
+    )
     flags += f" --save-every 100000 --dtype {'bfloat16' if setting.device == 'cuda' else 'float32'}"
     doubled = flags.replace("--batch-size 32", "--batch-size 64").replace("size 8", "size 16")
     runs = [
@@ -220,7 +222,10 @@ def describe_machine(device: str) -> str:
     parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     if device == "cuda":
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        parts += [f"CUDA {torch.version.cuda}", "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))]
+        parts += [
+            f"CUDA {torch.version.cuda}",
+            "NCCL " + ".".join(map(str, torch.cuda.nccl.version())),
+        ]
         parts += [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     return ", ".join([*parts, platform.platform(), time.strftime("%F")])
 

@@ -1,6 +1,7 @@
 """plan.py and the command plan: what they say before a run is what the run then has."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,31 +14,16 @@ import ddp_setup
 import gpt
 import loop
 import run as program
-from extras import plan
+from extras import commands, plan
 
 VOCAB = 97
 
 
-def job(layers: int, embd: int, T: int, rows: int, flags: program.Flags, **more) -> plan.Job:
-    """Return the job of one rank on a CPU."""
-    model = gpt.build(gpt.Config(VOCAB, T, layers, 4, embd, 0.0, flags.arch), None)
-    groups = gpt.parameter_groups(model)
-    sizes = {kind: [p.numel() for p in group] for kind, group in groups.items()}
-    return plan.Job(
-        flags.arch,
-        VOCAB,
-        layers,
-        embd,
-        T,
-        sizes,
-        flags.optimizer,
-        flags.dtype,
-        rows,
-        heads=4,
-        checkpoint_activations=flags.checkpoint_activations,
-        device="cpu",
-        **more,
-    )
+def job(layers: int, embd: int, T: int, rows: int, flags: program.Flags, ranks=1) -> plan.Job:
+    """Return the job of ranks on CPUs that have `rows` windows each."""
+    config = gpt.Config(VOCAB, T, layers, 4, embd, 0.0, flags.arch)
+    flags = replace(flags, batch_size=rows * ranks, device="cpu")
+    return commands.make_job(flags, config, gpt.build(config, None), ranks)
 
 
 def kept_per_token(arch: str, dtype: torch.dtype, recompute: bool, layers: int) -> float:
@@ -122,15 +108,21 @@ def test_steps_tokens_parameters_and_checkpoint_are_those_of_the_run(text, tmp_p
     saved, last = state(tmp_path), metrics(tmp_path)[-2]
     (parameters,) = re.findall(r"Training: ([\d,]+) parameters", ran.out)
     assert f"parameters   {parameters}: " in said.out
-    assert f", {saved['step']} in all\ntokens       128 in a step, {last['tokens']:,} in" in said.out
-    assert f"{18} different" in said.out
+    assert (
+        f", {saved['step']} in all\ntokens       128 in a step, {last['tokens']:,} in" in said.out
+    )
+    assert "; vocabulary 18\n" in said.out
 
-    tensors = [t for values in saved["optimizers"] for s in values.get("state", {}).values() for t in s.values()]
+    tensors = [
+        t
+        for values in saved["optimizers"]
+        for s in values.get("state", {}).values()
+        for t in s.values()
+    ]
     tensors += {t.data_ptr(): t for t in saved["model"].values()}.values()
-    groups = gpt.parameter_groups(gpt.build(program.model_config(saved["config"]), None))
-    sizes = {kind: [p.numel() for p in group] for kind, group in groups.items()}
-    config = saved["config"]
-    planned = plan.Job(config["arch"], 18, 1, 16, 16, sizes, config["optimizer"], "float32", 8)
+    config = program.model_config(saved["config"])
+    used = program.Flags(optimizer=saved["config"]["optimizer"])
+    planned = commands.make_job(used, config, gpt.build(config, None), 1)
     assert plan.checkpoint(planned) == sum(tensor.nbytes for tensor in tensors)
     overhead = checkpoints(tmp_path)[-1].stat().st_size - plan.checkpoint(planned)
     assert 0 < overhead < 1000 * len(tensors)

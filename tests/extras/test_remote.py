@@ -97,7 +97,7 @@ def said_secret(text):
 
 def test_storage_has_functions_with_the_names_and_arguments_of_ckpt():
     changed = {name for name in vars(FILES) if getattr(FILES, name) is not getattr(ckpt, name)}
-    assert {"save", "newest", "lock", "append_text"} < changed and len(changed) == 11
+    assert {"save", "newest", "lock", "append_text"} < changed and len(changed) == 12
     for name in changed:  # the first argument is `url` instead of `folder`
         ours, theirs = (list(signature(getattr(m, name)).parameters) for m in (FILES, ckpt))
         assert ours[1:] == theirs[1:], name
@@ -138,7 +138,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(url):
     [(name, reason)] = rejected.items()
     assert found.entry == old and same(found.state, some_state(10))
     assert name == new.name and reason.startswith("damaged")
-    FILES.set_aside(url, new.name)
+    model = torch.nn.ParameterDict({"w": torch.zeros(100)})
+    with pytest.warns(UserWarning, match=f"{new.name}: damaged"):
+        assert FILES.resume_(url, model, []) == (10, {"step": 10})
+    assert torch.equal(model["w"], some_state(10)["model"]["w"])
     assert FILES.list_checkpoints(url) == [old] and f"{new.name}.damaged" in listed(url)
 
 

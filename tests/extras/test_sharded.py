@@ -115,6 +115,7 @@ def restore(folder):
             files.restore_(state, model, optimizers)
             again = ckpt.snapshot(model, optimizers, step=3)
             assert world.rank or equal(again, ckpt.newest(out)[0].state), (theirs, arch, strategy)
+        assert files.resume_(out, model, optimizers) == (4, {"step": 3})
 
 
 def fail(folder):

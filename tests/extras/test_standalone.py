@@ -1,6 +1,6 @@
 """Each extra works when it is copied alone, and imports no other file of this project.
 
-Two extras belong to run.py: commands.py and compose.py.
+Three extras belong to run.py: commands.py, compose.py and verify.py.
 """
 
 import ast
@@ -53,6 +53,13 @@ USES = {
         assert list(profiling.traced(range(9), 2, "trace.json")) == list(range(9))
         assert "ProfilerStep#2" in open("trace.json").read()
     """,
+    "plan": """
+        import sys
+        sizes = {"matrices": [12 * 8 * 8], "embeddings": [5 * 8] * 2}
+        job = plan.Job("modern", 5, 1, 8, 16, sizes, "adamw", "float32", rows=2)
+        assert plan.parameters(job) == 848 and plan.checkpoint(job) == 12 * 848 + 3 * 4
+        assert "torch" not in sys.modules
+    """,
     "board": """
         import glob, os
         os.mkdir("out")
@@ -98,7 +105,7 @@ USES = {
         assert safetensors.torch.load_file("a")["w"].tolist() == [1, 1, 1]
     """,
 }
-OF_RUN = {"__init__", "commands", "compose"}
+OF_RUN = {"__init__", "commands", "compose", "verify"}
 EXTRAS = sorted({path.stem for path in (ROOT / "extras").glob("*.py")} - OF_RUN)
 
 

@@ -3,10 +3,9 @@
 import sys
 from pathlib import Path
 
+import two_gpus
 from conftest import ROOT, run
 from documents import table_rows
-
-import two_gpus
 
 
 def test_all_checks_succeed_on_cpus_and_make_one_table():
@@ -25,7 +24,9 @@ def test_a_check_that_fails_is_a_row_that_says_why(tmp_path):
         lines = [f'{{"step": {step}, "loss": {start}}}' for step in range(20)]
         (path / "metrics.jsonl").write_text("\n".join(lines))
     line, good = two_gpus.row("x", lambda s: two_gpus.distance(s, "a", "b"), setting)
-    assert not good and line.startswith("| x | FAILED: AssertionError('losses differ by 5.0e-02"), line
+    assert not good and line.startswith("| x | FAILED: AssertionError('losses differ by 5.0e-02"), (
+        line
+    )
 
 
 def test_without_two_gpus_there_is_one_line():
