@@ -152,8 +152,9 @@ def export(out: str, format: str, output: str) -> None:
 def plan(ranks: int | None, gpu: str, mfu: float, **values: Any) -> None:
     """Print what a training will need, before it runs.
 
-    It takes the flags of the training. It reads the data, and prints steps, memory, what is sent, FLOP and hours. It plans for GPUs
-    and without torch.compile, which needs less memory. --device cpu plans for CPUs.
+    It takes the flags of the training. It reads the data, and prints steps, memory, what is sent,
+    FLOP and hours. It plans for GPUs and without torch.compile, which needs less memory.
+    --device cpu plans for CPUs.
 
     \b
       python run.py plan --data mine.txt --layers 12 --heads 12 --embd 768 --ranks 8 --gpu A100
@@ -244,11 +245,11 @@ def verify(
 ) -> int:
     """Train a part of a run again, and compare.
 
-    It goes from one kept checkpoint in OUT to the next one. With the same number of ranks and CPU threads, torch and kind of CPU, all weights and moments
-    must be equal, bit for bit. If they are not, a device has made a mistake, or the settings do
-    not give the same result twice. (On CUDA, they do only with deterministic algorithms.) Exit
-    code 0: equal. It writes only to a temporary folder, so OUT may be in use. Give --data only if
-    the data has moved.
+    It goes from one kept checkpoint in OUT to the next one. With the same number of ranks and CPU
+    threads, torch and kind of CPU, all weights and moments must be equal, bit for bit. If they are
+    not, a device has made a mistake, or the settings do not give the same result twice. (On CUDA,
+    they do only with deterministic algorithms.) Exit code 0: equal. It writes only to a temporary
+    folder, so OUT may be in use. Give --data only if the data has moved.
 
     \b
       python run.py verify out --from 100 --to 200
