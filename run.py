@@ -228,7 +228,7 @@ class Flags:
         (),
         "Add a tool of extras/; can be given several times. slow-ranks: warn if a rank is slower "
         "than the others. replicas: compare the weights of all ranks before each save. "
-        "hang-report: if a rank waits for most of --timeout, print where each rank is. "
+        "hang-report: if a rank waits for 30 s, print where each rank is. "
         "cuda-graphs: make steps of small models faster.",
         ["slow-ranks", "replicas", "hang-report", "cuda-graphs"],
         multiple=True,

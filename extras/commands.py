@@ -23,9 +23,9 @@ OUT = click.argument("out", envvar="DDPKIT_OUT", default="out")
 @click.command()
 @OUT
 def info(out: str) -> None:
-    """Describe the newest checkpoint in the folder OUT, or OUT/best or OUT/step-N.
+    """Describe a checkpoint, and verify all of a run.
 
-    Then print for each checkpoint whether it verifies.
+    OUT: the folder of a run, for its newest checkpoint, or OUT/best or OUT/step-N.
 
     \b
       python run.py info out
@@ -150,10 +150,11 @@ def export(out: str, format: str, output: str) -> None:
     expose_value=False,
 )
 def plan(ranks: int | None, gpu: str, mfu: float, **values: Any) -> None:
-    """Print what a new run with these flags will need, without training.
+    """Print what a training will need, before it runs.
 
-    It reads the data, and prints steps, memory, what is sent, FLOP and hours. It plans for GPUs
-    and without torch.compile, which needs less memory. --device cpu plans for CPUs.
+    It takes the flags of the training. It reads the data, and prints steps, memory, what is sent,
+    FLOP and hours. It plans for GPUs and without torch.compile, which needs less memory.
+    --device cpu plans for CPUs.
 
     \b
       python run.py plan --data mine.txt --layers 12 --heads 12 --embd 768 --ranks 8 --gpu A100
@@ -242,13 +243,13 @@ def verify(
     data: Any,
     spawn: int | None,
 ) -> int:
-    """Train from one kept checkpoint in OUT to the next one again, and compare.
+    """Train a part of a run again, and compare.
 
-    With the same number of ranks and CPU threads, torch and kind of CPU, all weights and moments
-    must be equal, bit for bit. If they are not, a device has made a mistake, or the settings do
-    not give the same result twice. (On CUDA, they do only with deterministic algorithms.) Exit
-    code 0: equal. It writes only to a temporary folder, so OUT may be in use. Give --data only if
-    the data has moved.
+    It goes from one kept checkpoint in OUT to the next one. With the same number of ranks and CPU
+    threads, torch and kind of CPU, all weights and moments must be equal, bit for bit. If they are
+    not, a device has made a mistake, or the settings do not give the same result twice. (On CUDA,
+    they do only with deterministic algorithms.) Exit code 0: equal. It writes only to a temporary
+    folder, so OUT may be in use. Give --data only if the data has moved.
 
     \b
       python run.py verify out --from 100 --to 200

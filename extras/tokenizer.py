@@ -180,9 +180,11 @@ def encode_files(
     if not size:
         raise ValueError(f"{', '.join(files) or 'the text'}: is empty")
     # one after the other, because the number of open files is limited
-    texts = chain.from_iterable(_texts(file) for file, s in stats if s.st_size)
+    texts: Iterable[np.ndarray] = chain.from_iterable(
+        _texts(file) for file, s in stats if s.st_size
+    )
     if made:
-        texts = iter([np.frombuffer(made.encode(), np.uint8)])
+        texts = [np.frombuffer(made.encode(), np.uint8)]
     # ctime, because tar can set any mtime
     version = [(file, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
     # Versions of this program: one did not write ends of texts and line breaks ("joined"), and one

@@ -17,6 +17,7 @@ FOREIGN_FLAGS = {
     "--requeue --open-mode",
     "tests/bench.py": "--gpu --nanogpt",
     "pytest": "--dist",
+    "pip": "--extra-index-url",
     "others": "--logdir --no-index --check --out_dir --init_from",
 }
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,25 @@ def use_hang_report(how: str) -> None:
         if how == "wait together":
             ddp_setup.from_rank_zero(lambda: time.sleep(5), world)
         dist.barrier()  # here the others wait
+
+
+def wait_slowly_with_hang_report() -> None:
+    """One rank works for 4 s, two times. The others wait for it, deep in a copied module."""
+    from extras import hang
+
+    with ddp_setup.process_group("cpu", timeout=60) as world, hang.report(world, 30, warn_after=1):
+        for _ in range(2):
+            if world.rank == world.size - 1:
+                time.sleep(4)  # here it is slow
+            wait_in_copied_modules(world)
+
+
+def wait_in_copied_modules(world: ddp_setup.World) -> None:
+    """Wait in ddp_setup.py, called by a function of a file loop.py that calls itself."""
+    code = "def deep(n, f):\n    deep(n - 1, f) if n else f()\n"
+    found: dict[str, Callable[..., None]] = {}
+    exec(compile(code, "/somewhere/loop.py", "exec"), found)
+    found["deep"](5, partial(ddp_setup.any_rank, False, world))  # here the script waits
 
 
 # ------------------------------------------------------------------------------------ ends and signals

@@ -32,6 +32,18 @@ def test_a_rank_that_waits_for_another_prints_the_lines_of_all_and_ends(launcher
     assert re.fullmatch(f"Error: no progress for 3 s: {places}\n", text)
 
 
+def test_a_warning_comes_early_once_per_wait_and_names_the_line_of_the_script():
+    """Of three ranks, the last one works for longer than the others want to wait. Nothing ends."""
+    ended = run("wait_slowly_with_hang_report", size=3)
+    assert [code for code, _ in ended] == [0, 0, 0], ended
+    script = line_of('found["deep"](5')
+    waits = rf"ddp_setup\.py:\d+ < loop\.py:\d+ < loop\.py:\d+ < … < {script}"
+    slow = line_of("time.sleep(4)  # here it is slow") + ".*"
+    places = f"rank 0 at {waits}, rank 1 at {waits}, rank 2 at {slow}"
+    line = rf"WARNING: no progress for 1 s \(the ranks end after 30 s\): {places}\n"
+    assert re.fullmatch(f"(?:{line}){{2}}", "".join(text for _, text in ended)), ended
+
+
 def test_a_rank_that_was_stopped_does_not_answer():
     with forks("use_hang_report", "stop") as (processes, ends):
         processes[0].join(60)

@@ -1,6 +1,7 @@
 """Each step of extras/tutorial gives the weights of the single-process script, and the last one
 stops and continues."""
 
+import difflib
 import re
 from functools import cache
 
@@ -32,10 +33,20 @@ def outcome(tmp_path_factory):
     return run_once
 
 
-def test_readme_shows_the_last_script_without_its_search_path():
-    (shown,) = code_blocks((ROOT / "README.md").read_text(), "python")
-    text = SCRIPTS[4].read_text().split('"""\n\n')[1].replace("import os\n", "")
-    assert shown == re.sub(r"^# The modules .*\nsys\.path.*\n", "", text, flags=re.MULTILINE)
+def test_readme_shows_what_changes_from_the_first_script_to_the_third():
+    """Without their docstrings and search paths."""
+    (shown,) = code_blocks((ROOT / "README.md").read_text(), "diff")
+    first, third = (
+        re.sub(
+            r"^(import os\nimport sys\n\n|# The modules .*\nsys\.path.*\n)",
+            "",
+            SCRIPTS[number].read_text().split('"""\n\n', 1)[1],
+            flags=re.MULTILINE,
+        )
+        for number in (0, 2)
+    )
+    changes = difflib.unified_diff(first.splitlines(True), third.splitlines(True), n=99)
+    assert shown.splitlines() == "".join(changes).splitlines()[3:]
 
 
 def test_each_script_imports_one_module_more_than_the_one_before():
