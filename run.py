@@ -254,7 +254,6 @@ OPTIONS = {
     f.name: click.Option(
         **{
             "param_decls": ["--" + f.name.replace("_", "-")],  # --compile has its own
-            # Without it, sample and eval would read DDPKIT_SAMPLE_OUT and the like.
             "envvar": f"DDPKIT_{f.name.upper()}",
             **f.metadata,
         }
@@ -1343,15 +1342,9 @@ def read_config(ctx: click.Context, _: click.Parameter, path: str | None) -> Non
     ctx.default_map = values | {name: shared for name in cli.commands}
 
 
-def check_environment(group: click.Group) -> None:
+def check_environment() -> None:
     """Raise UsageError if a variable that begins with DDPKIT_ names no flag."""
-    commands: dict[str, click.Command] = {"DDPKIT": group}
-    commands |= {f"DDPKIT_{name.upper()}": command for name, command in group.commands.items()}
-    known = {
-        f"{option.envvar or f'{prefix}_{option.name}'.upper()}"
-        for prefix, command in commands.items()
-        for option in command.params
-    }
+    known = [f"{option.envvar}" for option in OPTIONS.values()]
     for name in os.environ:
         if name.startswith("DDPKIT_"):
             check_name(name, known, "environment variable")
@@ -1364,7 +1357,7 @@ def check_name(name: str, known: Iterable[str], what: str) -> None:
         raise click.UsageError(f"{what} {name!r} is not a flag; did you mean {similar}?")
 
 
-@click.version_option(__version__, prog_name="ddpkit", allow_from_autoenv=False)
+@click.version_option(__version__, prog_name="ddpkit")
 @click.option(
     "--config",
     metavar="FILE",
@@ -1379,7 +1372,6 @@ def check_name(name: str, known: Iterable[str], what: str) -> None:
     params=[*OPTIONS.values()],
     invoke_without_command=True,
     context_settings={
-        "auto_envvar_prefix": "DDPKIT",
         "help_option_names": ["-h", "--help"],
         "show_default": True,
         "max_content_width": 100,
@@ -1398,7 +1390,7 @@ def cli(**values: Any) -> int:
     """
     ctx = click.get_current_context()
     source = click.core.ParameterSource
-    check_environment(cli)
+    check_environment()
     if command := ctx.invoked_subcommand:
         if source.COMMANDLINE in map(ctx.get_parameter_source, values):
             raise click.UsageError(f"give flags after the command: {command} has flags of its own")
