@@ -500,7 +500,7 @@ def choose(entries: Sequence[ckpt.Entry], name: str) -> list[ckpt.Entry]:
 def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
     """Return the newest checkpoint that is not damaged, or that of `name`; {} if there is none.
 
-    Warn of newer, damaged checkpoints. The value "rejected" has their names. ValueError if all are
+    Its value "rejected" is {name: reason} for newer, damaged checkpoints. ValueError if all are
     damaged, or if another program wrote the newest one.
     """
     found, rejected = storage.newest(
@@ -508,9 +508,7 @@ def find_checkpoint(out: str, storage: ModuleType, name: str = "") -> Values:
     )
     if not found:
         return {}
-    state = {**found.state, "name": f"{out}/{found.entry.name}", "rejected": [*rejected]}
-    for name, reason in rejected.items():
-        warn(f"{name}: {reason}; using {state['name']}")
+    state = {**found.state, "name": f"{out}/{found.entry.name}", "rejected": rejected}
     if not {"config", "vocabulary"} <= state.keys():
         raise ValueError(f"{state['name']}: not written by this program; name another --out")
     config = state["config"]
@@ -535,8 +533,9 @@ def read_init(flags: Flags, given: set[str]) -> Values:
     """Return the model of --init-from, with the context of a given --block-size, or {}."""
     if flags.init_from is None:
         return {}
-    folder, name = split_out(flags.init_from)
-    old = find_checkpoint(folder, open_storage(folder), name)  # {} for files of other programs
+    folder, _ = split_out(flags.init_from)
+    ours = open_storage(folder).list_checkpoints(folder)  # [] for files of other programs
+    old = read_checkpoint(flags.init_from) if ours else {}
     size = flags.block_size if "block_size" in given else None
     return extra("exchange").start_state(flags.init_from, old, size)  # type: ignore[no-any-return]
 
@@ -767,7 +766,7 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
 
     Set damaged checkpoints aside, remove metrics after the saved step, and write config.json.
     """
-    step, rejected = saved.get("step", 0), saved.get("rejected", [])
+    step, rejected = saved.get("step", 0), saved.get("rejected", {})
     metrics, old = (storage.read_text(out, name) for name in ("metrics.jsonl", "config.json"))
     # A new run must not overwrite another program's files. Ours contain "val_fraction".
     if (old or metrics) and '"val_fraction"' not in old and not step:
@@ -779,8 +778,9 @@ def prepare_folder(out: str, storage: ModuleType, saved: Values, config: Values)
     # Another run may have written before this one had the lock.
     if any(e.step > step and e.name not in rejected for e in storage.list_checkpoints(out)):
         raise BlockingIOError("another run has just written to it; start again to continue it")
-    for name in rejected:
+    for name, reason in rejected.items():
         storage.set_aside(out, name)
+        warn(f"{name}: {reason}; set aside, continuing from step {step}")
     # Keep the records up to this step, but no line that a crash has cut off. A record begins with
     # its step, and has no inner braces.
     pattern = r'(?m)^{"step": (\d+), [^{}\n]*}\n'
@@ -1100,6 +1100,8 @@ def read_checkpoint(out: str) -> Values:
     state = find_checkpoint(folder, open_storage(folder), name)
     if not state:
         raise ValueError(f"{out}: there is no checkpoint; train first, or name another folder")
+    for name, reason in state.pop("rejected").items():
+        warn(f"{name}: {reason}; using {state['name']}")
     return state
 
 
