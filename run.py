@@ -18,6 +18,7 @@ import ctypes
 import difflib
 import errno
 import faulthandler
+import gc
 import importlib
 import json
 import logging
@@ -1052,6 +1053,8 @@ def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]
     process_group takes the exit code from the UsageError.
     """
     with ddp_setup.process_group(device, timeout) as world, usage_errors():
+        gc.freeze()  # Never collect what exists now.
+        gc.enable()  # program() disabled it.
         yield world
 
 
@@ -1450,6 +1453,7 @@ def program() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # When a rank is lost, torch's C++ code would log pages before our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    gc.disable()  # saves half a second in the imports; join_group enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
     with suppress(ImportError, ValueError, OSError):  # Windows has no `resource`.
         import resource
