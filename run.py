@@ -399,6 +399,8 @@ def train(
         sync_each=sync_each,
     )
     targets = chardata.num_tokens(val_plan.tokens) - 1  # all tokens but the first
+    gc.freeze()  # Never collect what exists now.
+    gc.enable()  # program() disabled it.
     # tokens_per_s leaves out evaluations and saves: their duration is added to logged_at.
     logged_tokens, logged_at = tokens_at(start_step), time.perf_counter()
     best, save_due = saved.get("best", math.inf), False  # best: the lowest validation loss
@@ -1053,8 +1055,6 @@ def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]
     process_group takes the exit code from the UsageError.
     """
     with ddp_setup.process_group(device, timeout) as world, usage_errors():
-        gc.freeze()  # Never collect what exists now.
-        gc.enable()  # program() disabled it.
         yield world
 
 
@@ -1453,7 +1453,7 @@ def program() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # When a rank is lost, torch's C++ code would log pages before our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    gc.disable()  # saves half a second in the imports; join_group enables it
+    gc.disable()  # saves half a second in the imports; train enables it
     faulthandler.enable()  # prints the traceback of a fatal signal
     with suppress(ImportError, ValueError, OSError):  # Windows has no `resource`.
         import resource
