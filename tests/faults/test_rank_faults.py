@@ -276,7 +276,7 @@ def test_five_such_steps_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(
         [line] = error_lines(ran)
         assert line.startswith("Error: ") and "5 times in a row, up to step 11" in line, about
         # There is no checkpoint of step 10, because its loss or gradient is not finite.
-        assert ran.code == 1 and state(out)["step"] == 5 and checkpoints_are_finite(out), about
+        assert ran.code == 2 and state(out)["step"] == 5 and checkpoints_are_finite(out), about
 
     trials("NaN or inf at every step", trial, few=1, many=len(ALWAYS))
 
@@ -295,7 +295,7 @@ def test_a_learning_rate_that_is_far_too_high_gives_no_bad_checkpoint(trials, sh
             assert state(out)["step"] == 40, about
         else:
             [line] = error_lines(ran)
-            assert ran.code == 1 and re.search(r"up to step \d+; try a lower", line), about
+            assert ran.code == 2 and re.search(r"up to step \d+; try a lower", line), about
         assert checkpoints_are_finite(out), about
 
     trials("learning rate of 1e6 and 1e11", trial, few=3, many=len(cases), at_once=1)
