@@ -88,9 +88,10 @@ def train_(
     step, it deletes the gradients of the optimizers' parameters. Sparse gradients are not
     supported.
 
-    start: number of steps that an earlier run has done. `steps` must begin after these. If
-        your loop has `if step == last: break`, do not call train_ when start is already `last`: its
-        first step would be last + 1, and only the end of `steps` would end it.
+    start: number of steps that are done: by an earlier run, or by an earlier call if you call
+        train_ for each epoch. (Otherwise each epoch has the same dropout.) `steps` must begin after
+        these. If your loop has `if step == last: break`, do not call train_ when start is already
+        `last`: its first step would be last + 1, and only the end of `steps` would end it.
     steps: for each step, a list of this rank's micro-batches, and the declared count: the count of
         the global batch, or 0 on a rank that has no data left. Such a rank gives any one
         micro-batch, which gets the weight 0. But it must have a finite loss and gradient, and it

@@ -172,7 +172,11 @@ class Flags:
         "checkpoint, or a Hugging Face GPT-2.",
         PATH,
     )
-    epochs: int = option(1, "Passes over the training data.", COUNT)
+    epochs: int | None = option(
+        None,
+        "Passes over the training data.  [default: 1; with --steps, as many as these need]",
+        COUNT,
+    )
     steps: int | None = option(
         None,
         "Last step, even if --epochs has more. --schedule ends there.",
@@ -669,8 +673,8 @@ def load_data(
             corpus.val_tokens or theirs != chardata.digest(corpus.tokens, corpus.chars, whole=0)
         ):
             raise ValueError(
-                f"{other}{name_data(flags)}is not the data that the run had (an older version "
-                "joined texts without line breaks and end-of-text tokens)"
+                f"{other}{name_data(flags)}is not the data or validation data that the run had "
+                "(an older version joined texts without line breaks and end-of-text tokens)"
             )
 
     with usage_errors(advice=data_advice(flags) if other else ""):
@@ -706,7 +710,8 @@ def make_schedule(values: Values, steps_per_epoch: int) -> tuple[int, Callable[[
 
     values: the flags.
     """
-    total = min(values["epochs"] * steps_per_epoch, values["steps"] or sys.maxsize)
+    limits = (values["epochs"] or 0) * steps_per_epoch, values["steps"]
+    total = min(filter(None, limits), default=steps_per_epoch)
     shape: Callable[..., float] = loop.cosine if values["schedule"] == "cosine" else loop.linear
     if values["schedule"] == "constant":
         shape = partial(loop.linear, decay_steps=math.ceil(total / 5))

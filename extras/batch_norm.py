@@ -14,7 +14,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
+
+
+class SumOverRanks(torch.autograd.Function):
+    """An all-reduce with a backward pass: the gradients of all ranks are added, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the sum of x over all ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the sum of the gradients."""
+        return SumOverRanks.apply(grad)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """Return the sum of x over all ranks, for autograd."""
+    return SumOverRanks.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class OverRanks:

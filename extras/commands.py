@@ -5,7 +5,6 @@ Importing this file takes no time: what the commands need is imported when one o
 
 import multiprocessing
 import os
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -178,7 +177,7 @@ def plan(ranks: int | None, gpu: str, mfu: float, **values: Any) -> None:
         per_epoch = chardata.steps_per_epoch(batches)
         config = run.model_config(vars(flags) | {"vocab": corpus.vocab})
         job = make_job(flags, config, gpt.build(config, None), ranks)
-    total = min(flags.epochs * per_epoch, flags.steps or sys.maxsize)
+    total, _ = run.make_schedule(vars(flags), per_epoch)
     tokens = chardata.tokens_before(batches, total)
     flop = gpt.flops_per_token(config) * tokens
     hours = flop / (run.DATASHEET[gpu] * mfu * ranks) / 3600

@@ -237,9 +237,9 @@ def test_a_resumed_run_keeps_its_flags_unless_others_are_given_and_some_cannot_b
     "changed, rates",
     [
         ({}, ""),
-        ({"steps": 120}, "1.5e-04 in step 60, and is 3.0e-03 in step 61"),
+        ({"steps": 120}, "1.5e-04 in step 60, and is 3.6e-03 in step 61"),
         ({"epochs": 9, "steps": None}, "1.5e-04 in step 60, and is 5.7e-03 in step 61"),
-        ({"lr": 1.0, "steps": 120}, "1.5e-04 in step 60, and is 5.0e-01 in step 61"),
+        ({"lr": 1.0, "steps": 120}, "1.5e-04 in step 60, and is 6.0e-01 in step 61"),
         ({"step": 50, "min_lr": 5e-3}, "1.7e-03 in step 50, and is 5.3e-03 in step 51"),
         ({"step": 9, "steps": 70}, ""),  # still warming up, as before
         (
@@ -260,6 +260,16 @@ def test_a_start_says_if_rates_or_rounding_are_not_those_of_an_unbroken_run(chan
     saved = {"step": step, "config": vars(flags), "ranks": 2, "threads": 2} if step else {}
     lines = [*program.describe_changes(replace(flags, **changed), saved, machine, 100)]
     assert len(lines) == bool(rates) and re.search(rates, "".join(lines)), lines
+
+
+@pytest.mark.parametrize(
+    "given, total",
+    [({}, 100), ({"steps": 250}, 250), ({"epochs": 3}, 300), ({"epochs": 2, "steps": 250}, 200)],
+    ids=str,
+)
+def test_steps_need_no_epochs_and_of_both_the_lower_limit_counts(given, total):
+    """Otherwise `--steps 400` would end after the first epoch, without a word."""
+    assert program.make_schedule(vars(program.Flags(**given)), 100)[0] == total
 
 
 def test_a_resume_with_another_number_of_threads_says_so(undisturbed, monkeypatch, tmp_path):

@@ -24,7 +24,7 @@ def main(world):
     replica = ddp_setup.replicate(model, world)
     opt = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=3)
-    sampler = chardata.RankSampler(len(train), world.rank, world.size)
+    sampler = chardata.RankSampler(len(train), world.rank, world.size, pad=True)
     for epoch in range(3):
         model.train()
         sampler.set_epoch(epoch)
