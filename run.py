@@ -1032,25 +1032,25 @@ def format_record(record: Values, total: int, seconds_left: float) -> str:
 # A pattern in the traceback of an error -> what helps. The last one that matches counts. Triton has
 # an OutOfMemoryError that is not about the device's memory; that of torch matches by its text.
 HINTS = {
-    r"torch/cuda/graphs\.py": "leave out --use cuda-graphs",
+    r"torch/cuda/graphs\.py": "CUDA graphs failed: leave out --use cuda-graphs",
     r"torch\._(inductor|dynamo)\.exc|/triton/(compiler|backends|runtime/build)": (
-        "--no-compile trains without torch.compile"
+        "the compiler failed: --no-compile trains without torch.compile"
     ),
     "out of memory|allocate memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA calloc"
     "|failed to map|new thread|(?<!OutOf)MemoryError": (
-        "a higher --accum or --checkpoint-activations needs less memory"
+        "out of memory: a higher --accum or --checkpoint-activations needs less memory"
     ),
 }
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error's first paragraph and a hint, or its traceback if no hint is known."""
+    """Return a hint and an error's first paragraph, or its traceback if no hint is known."""
     trace = traceback.format_exc()
     hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, trace)]
     if not hints:
         return f"{error!r}\n{trace}"
     paragraph = " ".join(map(str.strip, f"{error}".split("\n\n")[0].splitlines()))
-    return f"{type(error).__name__}: {paragraph}; {hints[-1]}"
+    return f"{hints[-1]} ({type(error).__name__}: {paragraph})"
 
 
 @contextmanager

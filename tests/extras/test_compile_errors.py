@@ -41,8 +41,8 @@ def test_a_failed_compilation_is_one_line_that_names_no_compile(
     ran = compiled(tmp_path, text, compiler.replace("CXX", f"{CXX}"), *more)
     assert ran.code == 1 and "step " not in ran.out, ran  # no rank continues without compiling
     (line,) = (line for line in ran.err.splitlines() if line.startswith("Error"))
-    advice = "; --no-compile trains without torch.compile"
-    assert re.match(rf"Error on rank {rank}: \w+: .{{1,250}}{advice}$", line), ran
+    advice = "the compiler failed: --no-compile trains without torch.compile"
+    assert re.match(rf"Error on rank {rank}: {advice} \(\w+: .{{1,250}}\)$", line), ran
     # If spawn kills a rank that compiles, Python's resource tracker warns of a semaphore.
     assert not [x for x in ran.err.splitlines() if x != line and "resource_tracker" not in x], ran
 
