@@ -898,7 +898,10 @@ def test_a_run_that_diverges_stops_with_one_line_and_keeps_the_last_good_checkpo
     "error, expected",
     [
         ("a bug", r"Error on rank 0: RuntimeError\('a bug'\)\nTraceback(.*\n)+"),
-        ("CUDA out of memory. T\n\nx", r"Error on rank 0: out of memory: a higher .*memory\. T\)\n"),
+        (
+            "CUDA out of memory. T\n\nx",
+            r"Error on rank 0: out of memory: a higher .*memory\. T\)\n",
+        ),
     ],
 )
 def test_an_unexpected_error_has_its_rank_and_a_hint_or_a_traceback(
