@@ -220,6 +220,24 @@ def embed(model: "GPT", embeddings: Tensor, start: int) -> Tensor:
     return x
 
 
+def after_lookup(
+    model: "GPT", embeddings: Tensor, targets: Tensor | None, caches: Tensor | None, start: int
+) -> Tensor:
+    """Do what GPT.forward does after the lookup of the embeddings (B, S, C) of all tokens."""
+    x = embed(model, embeddings, start)
+    # Blocks of gpt2 ignore cos_sin.
+    cos_sin = rope(start, x.shape[1], model.config.embd // model.config.heads // 2, x)
+    for i, block in enumerate(model.blocks):
+        if model.checkpoint_activations and model.training:
+            x = checkpoint(block, x, cos_sin, use_reentrant=False)
+        else:
+            x = block(x, cos_sin, None if caches is None else caches[i])
+    x = model.norm(x)
+    if targets is None:
+        return model.head(x if caches is None else x[:, -1])  # type: ignore[no-any-return]
+    return model.cross_entropy(x.flatten(0, 1), model.head.weight, targets.flatten())
+
+
 class GPT(nn.Module):
     """A decoder-only transformer. Use `build`: the constructor does not initialise the weights.
 
@@ -232,9 +250,9 @@ class GPT(nn.Module):
         arch = ARCHS[config.arch]
         width = config.embd
         self.config = config
-        # compile_ replaces these attributes. `embed` is not a method, because a compiled method
-        # would stay bound to the original model in a deep copy.
-        self.embed, self.cross_entropy = embed, cross_entropy
+        # compile_ replaces these attributes. `after_lookup` is not a method, because a compiled
+        # method would stay bound to the original model in a deep copy.
+        self.after_lookup, self.cross_entropy = after_lookup, cross_entropy
         self.checkpoint_activations = False
         # nn.Embedding(V, C) would call normal_, whose first call on the device "meta" takes 1 s.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
@@ -267,18 +285,7 @@ class GPT(nn.Module):
         """
         # The lookup is not compiled. On a CPU, compiled code would add up its gradient in an order
         # that depends on the threads.
-        x = self.embed(self, self.embedding(tokens), start)
-        # Blocks of gpt2 ignore cos_sin.
-        cos_sin = rope(start, x.shape[1], self.config.embd // self.config.heads // 2, x)
-        for i, block in enumerate(self.blocks):
-            if self.checkpoint_activations and self.training:
-                x = checkpoint(block, x, cos_sin, use_reentrant=False)
-            else:
-                x = block(x, cos_sin, None if caches is None else caches[i])
-        x = self.norm(x)
-        if targets is None:
-            return self.head(x if caches is None else x[:, -1])  # type: ignore[no-any-return]
-        return self.cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
+        return self.after_lookup(self, self.embedding(tokens), targets, caches, start)
 
 
 def build(config: Config, seed: int | None) -> GPT:
@@ -354,24 +361,26 @@ def flops_per_token(config: Config) -> int:
     return 6 * weights + 12 * config.layers * config.block_size * config.embd
 
 
-def compile_(model: GPT) -> None:
-    """Compile the parts of the model in place: embed(), each block, and the loss.
+def compile_(model: GPT, whole: bool = True) -> None:
+    """Compile all of the model but the lookup of the embeddings, in place, as one graph.
 
-    The names of the parameters do not change. pickle cannot copy a compiled model. Each block is
-    compiled alone, so DDP can send gradients during the backward pass. Two settings of the compiler
-    change for the whole process. Do not sample from a compiled model: torch would compile it again
-    for each length.
+    The names of the parameters do not change. pickle cannot copy a compiled model. A setting of the
+    compiler changes for the whole process. Do not sample from a compiled model: torch would compile
+    it again for each length.
+
+    whole: False compiles each block and the loss alone. It is for FSDP2, whose hooks before and
+        after each block would cut one graph into pieces.
     """
     # By default, torch compiles only the first 8 shapes that occur. Uncompiled code rounds
     # differently, so the result would depend on which shapes occur first.
     config = torch.compiler.config
     config.recompile_limit = max(64, config.recompile_limit)
-    # Without this private setting, torch would cut the graph of a block into pieces under
-    # DistributedDataParallel, where DDP has gradients to send. The pieces are slower.
-    torch._dynamo.config.optimize_ddp = False
     # By default, torch would make a slower graph for dynamic shapes at the second shape.
     static = partial(torch.compile, dynamic=False)
-    model.embed, model.cross_entropy = static(model.embed), static(model.cross_entropy)
+    if whole:
+        model.after_lookup = static(after_lookup)
+        return
+    model.cross_entropy = static(cross_entropy)
     for block in model.blocks:
         block.compile(dynamic=False)
 

@@ -340,7 +340,7 @@ def train(
     )
     dtype = getattr(torch, flags.dtype)
     model = ddp_setup.wait_together(
-        lambda: build_without_weights(config, compiled, flags.checkpoint_activations, state), world
+        lambda: build_without_weights(config, flags, compiled, state), world
     )
     replica = parallelize(model, flags, world)
     optimizers = ddp_setup.wait_together(lambda: make_optimizers(model, flags, world), world)
@@ -725,15 +725,15 @@ def model_config(values: Values) -> gpt.Config:
 
 
 def build_without_weights(
-    config: gpt.Config, compiled: bool, checkpoint_activations: bool, state: Values
+    config: gpt.Config, flags: Flags, compiled: bool, state: Values
 ) -> gpt.GPT:
     """Return a model that has no weights yet. ValueError if those of the checkpoint do not fit."""
     model = gpt.build(config, None)
     if state:
         ckpt.check_same(state["model"], model.state_dict(), f"{state['name']}: ")
-    model.checkpoint_activations = checkpoint_activations
+    model.checkpoint_activations = flags.checkpoint_activations
     if compiled:
-        gpt.compile_(model)
+        gpt.compile_(model, whole=flags.strategy == "ddp")
     return model
 
 
@@ -1121,7 +1121,7 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Values]:
     state, saved = read_on_rank_zero(lambda: read_checkpoint(out), world)
     config = model_config(saved["config"])
     model = ddp_setup.wait_together(
-        lambda: build_without_weights(config, False, False, state), world
+        lambda: build_without_weights(config, Flags(), False, state), world
     )
     model.to_empty(device=world.device).eval()
     ckpt.restore_({**state, "optimizers": []}, model, [])

@@ -12,7 +12,6 @@ from itertools import combinations, islice
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -357,25 +356,22 @@ def graphs(monkeypatch):
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
+    with torch._dynamo.config.patch(recompile_limit=8):
         yield counter
     torch._dynamo.reset()
 
 
-def test_each_part_is_one_graph_for_more_than_eight_shapes_under_ddp(graphs):
-    """Unless it is told not to, torch runs the code uncompiled from the ninth shape on, and cuts a
-    graph where DDP has gradients of 1 MiB to send.
+@pytest.mark.parametrize("whole, parts", [(True, 1), (False, 2)])
+def test_each_part_is_one_graph_for_more_than_eight_shapes(graphs, whole, parts):
+    """Unless it is told not to, torch runs the code uncompiled from the ninth shape on.
+
+    The parts are the whole model, or the block and the loss.
     """
-    model = gpt.build(SMALL._replace(layers=1, embd=384), seed=0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        gpt.compile_(model)
-        replica = nn.parallel.DistributedDataParallel(model)
-        for length in range(2, 12):
-            gpt.loss(replica, random_batch(1, length))
-    finally:
-        dist.destroy_process_group()
-    assert graphs.frame_count == 3 * 10  # the embedding, the block and the loss
+    model = gpt.build(SMALL, seed=0)
+    gpt.compile_(model, whole)
+    for length in range(2, 12):
+        gpt.loss(model, random_batch(1, length))
+    assert graphs.frame_count == parts * 10
 
 
 def test_compiling_keeps_the_names_and_a_copy_uses_its_own_weights(graphs):
