@@ -188,11 +188,15 @@ class Flags:
         "updates faster, with extras/muon.py. auto: fast-muon if that file is there, else muon.",
         ["auto", "adamw", "muon", "fast-muon"],
     )
-    lr: float = option(6e-3, "Peak learning rate.", POSITIVE)
+    lr: float | None = option(
+        None,
+        "Peak learning rate.  [default: 5 / (EMBD * STEPS ** 0.25); with adamw, 2 instead of 5]",
+        POSITIVE,
+    )
     embedding_lr: float = option(
         2.0, "With muon, AdamW's learning rate is --lr times this factor.", POSITIVE
     )
-    momentum: float = option(0.9, "Momentum of Muon.", FRACTION)
+    momentum: float = option(0.8, "Momentum of Muon.", FRACTION)
     schedule: str = option(
         "linear",
         "How the learning rate falls after the warm-up. constant: it stays at --lr, and falls "
@@ -200,7 +204,9 @@ class Flags:
         ["linear", "cosine", "constant"],
     )
     min_lr: float = option(0.0, "Learning rate at the end of the run.", NOT_NEGATIVE)
-    warmup: int = option(20, "Steps until the peak learning rate is reached.", FROM_ZERO)
+    warmup: float = option(
+        0.05, "Fraction of the steps before the peak learning rate is reached.", FRACTION
+    )
     weight_decay: float = option(0.1, "Weight decay, except for biases and norms.", NOT_NEGATIVE)
     clip: float = option(1.0, "Largest gradient norm; 0 means no clipping.", NOT_NEGATIVE)
     accum: int = option(1, "Micro-batches per step and rank; a higher number saves memory.", COUNT)
@@ -325,7 +331,7 @@ def train(
     corpus, plan, val_plan = load_data(flags, given, saved, world)
     with usage_errors(name_data(flags), together=True):
         steps_per_epoch = chardata.steps_per_epoch(plan)
-    total, lr_factor = make_schedule(vars(flags), steps_per_epoch)
+    total, lr, lr_factor = make_schedule(vars(flags), steps_per_epoch)
     tokens_at = partial(chardata.tokens_before, plan)
     if start_step >= total:
         limit = "--steps" if total == flags.steps else "--epochs"
@@ -343,7 +349,7 @@ def train(
         lambda: build_without_weights(config, flags, compiled, state), world
     )
     replica = parallelize(model, flags, world)
-    optimizers = ddp_setup.wait_together(lambda: make_optimizers(model, flags, world), world)
+    optimizers = ddp_setup.wait_together(lambda: make_optimizers(model, flags, lr, world), world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     if saved:
         with usage_errors(f"{saved['name']}: ", together=True):
@@ -354,7 +360,7 @@ def train(
     state = {}  # frees its memory
 
     # Nothing is written to --out before this line.
-    settings = vars(flags) | {"compile": compiled, "vocab": corpus.vocab}
+    settings = vars(flags) | {"compile": compiled, "vocab": corpus.vocab, "lr": lr}
     for name in ("data", "val_data"):  # for a start in another working folder
         settings[name] = [p if "://" in p else os.path.abspath(p) for p in settings[name]]
     machine = ddp_setup.from_rank_zero(lambda: describe_machine(world, dtype), world)
@@ -419,7 +425,7 @@ def train(
                 logged_tokens, logged_at = tokens, now
                 record = {"step": step, "epoch": round(step / steps_per_epoch, 4), "tokens": tokens}
                 record |= measured
-                record["lr"] = flags.lr * lr_factor(step - 1)  # of this step; with muon: Muon's
+                record["lr"] = lr * lr_factor(step - 1)  # of this step; with muon: Muon's
                 record |= {"tokens_per_s": round(rate, 1), "mfu": round(rate / peak_rate, 4)}
                 metrics.submit(append_metrics, storage, flags.out, lock, record)
                 say(format_record(record, total, (tokens_at(total) - tokens) / rate))
@@ -571,8 +577,9 @@ def complete_flags(asked: Flags, given: set[str], saved: Values, device: torch.d
         fast = Path(__file__).with_name("extras").joinpath("muon.py").is_file()
         values["optimizer"] = "fast-muon" if fast else "muon"
     flags = Flags(**values)
-    if flags.min_lr > flags.lr:
-        raise ValueError(f"--min-lr {flags.min_lr} is higher than --lr {flags.lr}")
+    if flags.min_lr > (flags.lr or 0):
+        other = flags.lr or "the default"
+        raise ValueError(f"--min-lr {flags.min_lr} needs a higher --lr than {other}")
     if device.type == "mps" and flags.checkpoint_activations and flags.dropout:
         # Dropout would differ in the second forward pass: PyTorch issue 127676.
         raise ValueError("on MPS, --checkpoint-activations works only without --dropout")
@@ -705,8 +712,10 @@ def validate(
     return loop.evaluate(model, batches, loss_fn, dtype, stop)
 
 
-def make_schedule(values: Values, steps_per_epoch: int) -> tuple[int, Callable[[int], float]]:
-    """Return the number of steps, and the function that computes the factor for the learning rate.
+def make_schedule(
+    values: Values, steps_per_epoch: int
+) -> tuple[int, float, Callable[[int], float]]:
+    """Return the number of steps, the peak learning rate, and the factor for it as a function.
 
     values: the flags.
     """
@@ -715,8 +724,13 @@ def make_schedule(values: Values, steps_per_epoch: int) -> tuple[int, Callable[[
     shape: Callable[..., float] = loop.cosine if values["schedule"] == "cosine" else loop.linear
     if values["schedule"] == "constant":
         shape = partial(loop.linear, decay_steps=math.ceil(total / 5))
-    floor = values["min_lr"] / values["lr"]
-    return total, partial(shape, total=total, warmup_steps=values["warmup"], floor=floor)
+    # The best rate falls with the width (Yang et al., 2022) and with the number of steps (Bjorck et
+    # al., 2024). The constants are measured: see tests/README.md.
+    factor = 2 if values["optimizer"] == "adamw" else 5
+    lr = values["lr"] or factor / (values["embd"] * total**0.25)
+    # Version 0.3 had a number of steps.
+    warmup = values["warmup"] if values["warmup"] >= 1 else round(values["warmup"] * total)
+    return total, lr, partial(shape, total=total, warmup_steps=warmup, floor=values["min_lr"] / lr)
 
 
 def model_config(values: Values) -> gpt.Config:
@@ -738,10 +752,10 @@ def build_without_weights(
 
 
 def make_optimizers(
-    model: gpt.GPT, flags: Flags, world: ddp_setup.World
+    model: gpt.GPT, flags: Flags, lr: float, world: ddp_setup.World
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that the flags name."""
-    groups, lr, decay = gpt.parameter_groups(model), flags.lr, flags.weight_decay
+    """Return the optimizers that the flags name, with the peak learning rate `lr`."""
+    groups, decay = gpt.parameter_groups(model), flags.weight_decay
     muon: list[torch.optim.Optimizer] = []
     if flags.optimizer != "adamw":
         make_muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
@@ -997,17 +1011,12 @@ def describe_changes(
 
     saved: the checkpoint, or {}. machine: what describe_machine returned.
     """
-    total, factor = make_schedule(vars(flags), steps_per_epoch)
-    if total <= flags.warmup:
-        yield (
-            f"With {total} steps and --warmup {flags.warmup}, the learning rate rises to "
-            f"{flags.lr * factor(total - 1):.1e} and never decays."
-        )
+    _, lr, factor = make_schedule(vars(flags), steps_per_epoch)
     if step := saved.get("step"):
         old = vars(Flags()) | saved["config"]  # Version 0.3 had no "schedule".
-        _, old_factor = make_schedule(old, steps_per_epoch)
-        last, rate = old["lr"] * old_factor(step - 1), flags.lr * factor(step)
-        if rate != old["lr"] * old_factor(step):
+        _, old_lr, old_factor = make_schedule(old, steps_per_epoch)
+        last, rate = old_lr * old_factor(step - 1), lr * factor(step)
+        if rate != old_lr * old_factor(step):
             yield (
                 f"The learning rate was {last:.1e} in step {step}, and is {rate:.1e} in step "
                 f"{step + 1}, because --steps or another flag of its schedule was changed."

@@ -177,7 +177,7 @@ def plan(ranks: int | None, gpu: str, mfu: float, **values: Any) -> None:
         per_epoch = chardata.steps_per_epoch(batches)
         config = run.model_config(vars(flags) | {"vocab": corpus.vocab})
         job = make_job(flags, config, gpt.build(config, None), ranks)
-    total, _ = run.make_schedule(vars(flags), per_epoch)
+    total, *_ = run.make_schedule(vars(flags), per_epoch)
     tokens = chardata.tokens_before(batches, total)
     flop = gpt.flops_per_token(config) * tokens
     hours = flop / (run.DATASHEET[gpu] * mfu * ranks) / 3600

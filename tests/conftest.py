@@ -36,7 +36,7 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.starts
 ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""  # bitwise equality is a promise for CPUs
 PYTHON = [sys.executable, "run.py"]
 MODEL = "--layers 1 --heads 2 --embd 16 --block-size 16".split()
-TINY = [*MODEL, *"--batch-size 8 --dtype float32 --epochs 3 --lr 0.003 --warmup 20".split()]
+TINY = [*MODEL, *"--batch-size 8 --dtype float32 --epochs 3 --lr 0.003 --warmup 0.1".split()]
 
 
 def torchrun(size: int, *flags: str) -> list[str]:

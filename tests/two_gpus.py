@@ -40,7 +40,7 @@ SIZES = {
         "--layers 1 --heads 2 --embd 32 --block-size 32 --batch-size 8 --steps 20",
     ),
 }
-COMMON = "--keep 9 --log-every 1 --warmup 5 --no-compile"
+COMMON = "--keep 9 --log-every 1 --lr 0.006 --no-compile"
 SHORT = f"--steps 20 --save-every 10 --eval-every 20 {COMMON}"
 LONG = f"--epochs 1000 --save-every 1000 --eval-every 1000 {COMMON}"
 

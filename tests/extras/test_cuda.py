@@ -24,7 +24,7 @@ SPAWN = [*PYTHON, "--spawn", "2"]
 ONE_GPU = [sys.executable, f"{Path(__file__).parent}/one_gpu.py", "run.py"]
 TINY = (
     "--layers 2 --heads 2 --embd 16 --block-size 16 --batch-size 8 --eval-tokens 1000 "
-    "--steps 6 --save-every 3 --eval-every 3 --keep 9 --log-every 1 --warmup 1 --no-compile"
+    "--steps 6 --save-every 3 --eval-every 3 --keep 9 --log-every 1 --lr 0.006 --warmup 0 --no-compile"
 ).split()
 
 

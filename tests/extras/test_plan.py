@@ -64,7 +64,7 @@ def peak_of_step(layers: int, embd: int, T: int, rows: int, flags: program.Flags
     """Return the most bytes that exist during a step of one rank, counted by torch's profiler."""
     model = gpt.build(gpt.Config(VOCAB, T, layers, 4, embd, 0.0, flags.arch), 0)
     model.checkpoint_activations = flags.checkpoint_activations
-    optimizers = program.make_optimizers(model, flags, ddp_setup.World(0, 0, 1, 1))
+    optimizers = program.make_optimizers(model, flags, 0.01, ddp_setup.World(0, 0, 1, 1))
     tokens = torch.randint(VOCAB, (T * rows * 4,)).numpy().astype("uint16")
     steps = chardata.steps(chardata.BatchPlan([tokens], T, rows))
     dtype = getattr(torch, flags.dtype)

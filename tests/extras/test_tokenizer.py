@@ -131,7 +131,7 @@ def test_a_sample_ends_at_the_end_of_text_token(cache, tmp_path):
     for name in range(300):
         (tmp_path / f"{name}.txt").write_text("the cat")
     out, data = tmp_path / "out", ["--data", tmp_path / "*.txt", "--tokenizer", path]
-    ran = run(*TINY, *data, "--out", out, "--steps", 40, "--lr", 0.02, "--warmup", 1)
+    ran = run(*TINY, *data, "--out", out, "--steps", 40, "--lr", 0.02, "--warmup", 0)
     assert ran.code == 0, ran
     ran = run("sample", "--out", out, "--prompt", "the", "--temperature", 0, "--num-samples", 2)
     assert ran.out == f"the cat\n{'-' * 20}\nthe cat\n", ran
@@ -209,7 +209,7 @@ def test_the_readme_trains_a_tokenizer_for_a_run_on_json_lines(cache, tmp_path):
     for lines in ("import json\n" + code.replace(train, other), code):
         subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, check=True)
     data = ["--data", tmp_path / "mine.jsonl", "--tokenizer", tmp_path / "tokenizer.json"]
-    flags = [*data, "--out", tmp_path / "out", "--steps", 40, "--lr", 0.02, "--warmup", 1]
+    flags = [*data, "--out", tmp_path / "out", "--steps", 40, "--lr", 0.02, "--warmup", 0]
     assert run(*TINY, *flags, "--spawn", 2).code == 0
     ran = run("sample", "--out", tmp_path / "out", "--prompt", "the", "--temperature", 0)
     assert ran.out == "the cat\n", ran
