@@ -91,7 +91,7 @@ else:
         LazyModule, "ddp_setup torch chardata gpt loop ckpt".split()
     )
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 # Exit codes. 2 is that of click.UsageError: another start would end in the same way. 130 is a
 # Ctrl-C without saving.
 DONE, FAILED, STOPPED = 0, 1, 3
