@@ -291,6 +291,16 @@ def test_a_default_text_of_another_python_is_named_as_the_cause(monkeypatch, tmp
     assert "give" not in ran.err
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero", "fsdp"])
+def test_only_for_ddp_the_whole_model_is_one_graph(monkeypatch, strategy):
+    """The hooks of FSDP2 would cut one graph into pieces that are as slow as no graph."""
+    compile_ = []
+    monkeypatch.setattr(gpt, "compile_", lambda model, whole: compile_.append(whole))
+    flags = program.Flags(strategy=strategy)
+    program.build_without_weights(gpt.Config(5, 4, 2, 2, 8), flags, True, {})
+    assert compile_ == [strategy == "ddp"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "fast-muon"][: 2 + EXTRAS])
 @pytest.mark.parametrize("compiled", [True, False])
