@@ -111,7 +111,9 @@ def slow(*args, save=ckpt.save, **more):
     time.sleep(5)
     return save(*args, **more)
 ckpt.save = slow
-atexit.register(lambda: print("end, saved:", bool(glob.glob("out-*/step-*.pt"))))
+# One write for each line, because two ranks write to the same pipe.
+end = "end, saved: {}\\n"
+atexit.register(lambda: print(end.format(bool(glob.glob("out-*/step-*.pt"))), end=""))
 """
 
 
