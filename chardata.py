@@ -106,7 +106,7 @@ def read(
         size = len(chars) or 256
     if vocab not in (None, size):
         raise ValueError(f"the text has a vocabulary of {size}, not {vocab}")
-    return Corpus(*arrays, size, chars, digest(arrays, chars))
+    return Corpus(*arrays, size, chars, digest(arrays, chars))  # type: ignore[call-arg, arg-type]
 
 
 def _read_ids(names: Sequence[str]) -> np.ndarray:
@@ -131,7 +131,7 @@ def digest(arrays: Sequence[np.ndarray], chars: str) -> str:
     hashed = hashlib.blake2b(chars.encode(), digest_size=16)
     for array in arrays:
         hashed.update(f"{array.dtype} {len(array)}\n".encode())
-        hashed.update(np.ascontiguousarray(array))
+        hashed.update(np.ascontiguousarray(array))  # type: ignore[arg-type]
     return hashed.hexdigest()
 
 

@@ -187,7 +187,10 @@ def placed(value: Any, like: Tensor) -> Any:
     if hasattr(like, "placements"):  # a DTensor
         # With None, no rank sends: each one takes its part.
         value = dist.tensor.distribute_tensor(
-            value, like.device_mesh, like.placements, src_data_rank=None
+            value,
+            like.device_mesh,
+            like.placements,
+            src_data_rank=None,  # type: ignore[attr-defined]
         )
     return new.copy_(value)
 

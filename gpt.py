@@ -325,7 +325,8 @@ class Muon(torch.optim.Optimizer):
                     if not state:
                         state["momentum_buffer"] = torch.zeros_like(p)
                     buffer = state["momentum_buffer"]
-                    grad = torch.where(bad, buffer, p.grad)  # then this changes nothing
+                    # If it is bad, this changes nothing.
+                    grad = torch.where(bad, buffer, p.grad)  # type: ignore[arg-type]
                     buffer.lerp_(grad, 1 - group["momentum"])
                     momenta.append(grad.lerp(buffer, group["momentum"]))  # Nesterov's
                 updates = orthogonalize(torch.stack(momenta), group["dtype"])

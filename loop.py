@@ -137,7 +137,7 @@ def train_(
         check = partial(_check, flags, step + 1, declared, patience)
         if cuda:
             copied = torch.cuda.current_stream(device).record_event()
-            check, check_later = check_later, partial(check, copied)
+            check, check_later = check_later, partial(check, copied)  # type: ignore[assignment]
         yield step + 1, Report(loss, norm, sums[1], skipped, check())
     check_later()
 
@@ -202,7 +202,7 @@ def evaluate(
     module inside DDP, with the buffers of rank 0. NaN if there are no batches.
     """
     if hasattr(model, "no_sync"):  # DDP, whose forward pass would communicate
-        model = model.module
+        model = model.module  # type: ignore[assignment]
         for buffer in model.buffers():
             contiguous = buffer.contiguous()  # broadcast ignores strides.
             dist.broadcast(contiguous, 0)

@@ -211,7 +211,8 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
     if flags.compile:
         gpt.compile_(model)
     if divided:
-        from extras import fsdp
+        with one_line():
+            from extras import fsdp
 
         weight = partial(gpt.initial_weight, model.config, flags.seed)
         replica = fsdp.shard_(model, world.device, [*model.blocks], flags.strategy, weight)
@@ -237,7 +238,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
         f"Training: {size:,} parameters on {world.size} x {world.device.type} in {flags.dtype} "
         f"with {flags.optimizer}, steps {start + 1} to {total}, in {flags.out}"
     )
-    constants: Values = {
+    constants = {
         "version": __version__,
         "data": corpus.digest,
         "config": vars(flags),
@@ -297,8 +298,9 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
             append(storage, flags.out, record)
             say(format_record(record, total, (tokens_at(total) - record["tokens"]) / rate))
         if due:
-            now = {"step": step, "scaler": scaler.state_dict()}
-            copy = storage.snapshot(replica, optimizers, **constants, **now)
+            copy = storage.snapshot(
+                replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
+            )
             if copy:  # Ranks that write nothing have {}.
                 saving = pool.submit(storage.save, flags.out, copy, step, val_loss, flags.keep)
             del copy  # Now only the save holds it.
@@ -364,10 +366,10 @@ def read_init(given: Values) -> Values:
     """Return the model of --init-from, with the context of a given --block-size, or {}."""
     if not (path := given.get("init_from")):
         return {}
-    from extras import exchange
+    from extras import convert
 
     # find_checkpoint returns {} for files of other programs.
-    state: Values = exchange.start_state(path, find_checkpoint(path), given.get("block_size"))
+    state: Values = convert.start_state(path, find_checkpoint(path), given.get("block_size"))
     return state
 
 
@@ -551,7 +553,8 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Flags, Values
     flags = Flags(**complete_flags({}, saved, world.device))
     model = build(flags, None).to_empty(device=world.device)
     storage = open_storage("", "parts" in saved)
-    storage.restore_({**saved, "optimizers": []}, model, [])
+    with one_line():
+        storage.restore_({**saved, "optimizers": []}, model, [])
     return model.eval(), flags, saved
 
 
@@ -590,10 +593,10 @@ def sample(
         if world.rank:  # Only rank 0 generates.
             return
         codec: Any = chardata
-        if flags.tokenizer not in ("char", "byte"):
-            from extras import tokenizer as codec
-
         with one_line():
+            if flags.tokenizer not in ("char", "byte"):
+                from extras import prepare as codec
+
             ids = codec.encode(prompt, flags.tokenizer, saved["chars"]).tolist() or [0]
         torch.manual_seed(torch.seed() if seed is None else seed)
         for number in range(num_samples):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import run
 
-run.add_commands()
 # flags of other programs that the documents mention
 FOREIGN_FLAGS = {
     "torchrun": "--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id --rdzv-endpoint "
@@ -17,7 +16,7 @@ FOREIGN_FLAGS = {
     "--requeue --open-mode",
     "tests/bench.py": "--gpu --nanogpt",
     "pytest": "--dist",
-    "pip": "--extra-index-url",
+    "pip": "--index-url",
     "others": "--logdir --no-index --check --out_dir --init_from",
 }
 

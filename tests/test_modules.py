@@ -1,21 +1,23 @@
-"""Each of the five modules works when it is copied alone, and imports none of the others."""
+"""Each of the five modules works when it is copied alone, and the six files of the core work without extras/."""
 
 import ast
 import builtins
+import json
 import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, ahead
+from conftest import ENVIRONMENT, ROOT, TINY, ahead, contents, run, same_training
 
 # The first lines of a program that uses only this module.
 USES = {
     "ddp_setup": """
-        with ddp_setup.stop_signals() as asked, ddp_setup.process_group("cpu") as world:
+        with ddp_setup.process_group("cpu") as world, ddp_setup.stop_signals() as asked:
             model = ddp_setup.replicate(nn.Linear(2, 1).to(world.device), world)
-            assert not ddp_setup.any_rank(asked(), world)
+            assert ddp_setup.gather(asked(), world) == [False]
     """,
     "gpt": """
         model = gpt.build(gpt.Config(vocab=5, block_size=4, layers=1, heads=1, embd=4), seed=0)
@@ -42,10 +44,8 @@ USES = {
     "ckpt": """
         model = nn.Linear(2, 1)
         ckpt.save("out", ckpt.snapshot(model, []), step=7)
-        found, rejected = ckpt.newest("out")
         other = nn.Linear(2, 1)
-        ckpt.restore_(found.state, other, [])
-        assert found.entry.step == 7 and not rejected and torch.equal(model.weight, other.weight)
+        assert ckpt.resume_("out", other, []) == (7, {}) and torch.equal(model.weight, other.weight)
     """,
 }
 MODULES = pytest.mark.parametrize("name", USES)
@@ -106,15 +106,71 @@ def test_model_and_data_do_not_use_torch_distributed(name):
 
 
 @MODULES
-def test_classes_are_torch_modules_differentiable_functions_records_or_exceptions(name):
+def test_classes_are_torch_modules_optimizers_samplers_records_or_exceptions(name):
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.ClassDef):
-            bases = [ast.unparse(base) for base in node.bases]
-            record = bases == ["NamedTuple"] or "dataclass" in "".join(
-                map(ast.unparse, node.decorator_list)
-            )
-            exception = len(bases) == 1 and issubclass(
-                getattr(builtins, bases[0], object), Exception
-            )
-            torchs = bases in (["nn.Module"], ["torch.autograd.Function"], ["Sampler[int]"])
-            assert record or exception or torchs, f"{node.name}({', '.join(bases)})"
+            (base,) = map(ast.unparse, node.bases)
+            known = "NamedTuple nn.Module torch.optim.Optimizer list[int]".split()
+            assert base in known or issubclass(getattr(builtins, base), Exception), node.name
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory) -> Path:
+    """Copy the six files of the core, and return their folder."""
+    folder = tmp_path_factory.mktemp("core")
+    for name in [*USES, "run"]:
+        shutil.copy(ROOT / f"{name}.py", folder)
+    return folder
+
+
+# Run several command lines, given as JSON, in one process.
+PROGRAM = "import json, run, sys; print([run.main(args) for args in json.loads(sys.argv[1])])"
+
+
+def run_all(core: Path, *lines: list[object]) -> tuple[list[int], str, list[str]]:
+    """Run command lines in `core`. Return their exit codes, what they printed, and the lines of stderr."""
+    text = json.dumps([[*map(str, line)] for line in lines])
+    ran = run(launcher=[sys.executable, "-c", PROGRAM, text], root=core)
+    *printed, codes = ran.out.splitlines(keepends=True)
+    return json.loads(codes), "".join(printed), ran.err.splitlines()
+
+
+def test_the_core_trains_resumes_samples_and_evaluates_without_extras(
+    core, undisturbed, flags, tmp_path
+):
+    """The presence of a file never changes what a run computes."""
+    lines = [
+        [*flags, "--steps", 20, "--lr", 0.003, "--out", tmp_path / "short"],
+        [*flags, "--out", tmp_path / "out"],
+        ["sample", "--out", tmp_path / "out/best", "--prompt", "the ", "--max-new-tokens", 9],
+        ["eval", "--out", tmp_path / "out"],
+    ]
+    codes, out, err = run_all(core, *lines)
+    assert codes == [0] * 4 and err == [] and "\nthe " in out and "\nloss " in out, (out, err)
+    assert same_training(tmp_path / "out", undisturbed(1))
+
+
+NEED = {
+    "--data s3://bucket/a.txt": "remote",
+    "--out s3://bucket/run": "remote",
+    "--init-from x": "convert",
+    "--strategy fsdp": "fsdp",
+    "--out {sharded}": "sharded",
+    "sample --out {sharded}": "sharded",
+    "eval --out s3://bucket/run": "remote",
+}
+
+
+def test_what_needs_an_extra_gives_one_line_and_exit_code_2_without_it(core, text, tmp_path):
+    (tmp_path / "sharded" / "part-0").mkdir(parents=True)
+    lines = []
+    for case in NEED:
+        words = case.format(sharded=tmp_path / "sharded").split()
+        start = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path / "new"]
+        lines.append(words if words[0] in ("sample", "eval") else [*start, *words])
+    before = contents(tmp_path)
+    codes, out, err = run_all(core, *lines)
+    assert codes == [2] * len(NEED) and out == "", (codes, out, err)
+    for line, name in zip(err, NEED.values(), strict=True):
+        assert line.startswith("Error: ") and "extras" in line, line
+    assert contents(tmp_path) == before and not (tmp_path / "new").exists()

@@ -32,7 +32,7 @@ BEFORE, AFTER = (
 
 
 def test_readme_is_short():
-    assert len(README.split()) <= 2500
+    assert len(README.split()) <= 1600
 
 
 def test_table_of_files_has_the_core():
@@ -56,7 +56,8 @@ def test_both_scripts_run_and_the_new_one_beside_copies_of_its_modules(tmp_path)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1", "epoch 2"]
-        assert float(lines[-1].split("accuracy ")[1]) > 0.8
+        first, *_, last = (float(line.split("loss ")[1]) for line in lines)
+        assert last < 0.7 * first
         for name in modules:
             (tmp_path / f"{name}.py").write_text((ROOT / f"{name}.py").read_text())
 
@@ -72,16 +73,13 @@ def test_functions_that_the_tables_name_exist():
 
 @pytest.mark.parametrize("line", run_commands(README))
 def test_command_is_accepted_by_the_program(line):
-    if re.search(r"run.py (info|plot|export)\b", line) and not (ROOT / "extras").exists():
-        pytest.skip("this command is in extras/")
     parse_command(line)
 
 
 def test_there_are_commands():
-    assert len(run_commands(README)) > 8
+    assert len(run_commands(README)) > 5
 
 
-@pytest.mark.skipif(not (ROOT / "extras").exists(), reason="some of the flags are in extras/")
 def test_flags_exist():
     assert not unknown_flags(README)
 
@@ -92,6 +90,7 @@ def test_exit_codes_are_those_of_the_program():
 
 
 def test_messages_of_the_most_common_errors_exist():
-    errors = section(README, "## The six most common errors")
-    assert len(quoted_messages(errors)) == 6
-    assert unknown_messages(errors, CORE) == []
+    errors = section(README, "## The most common errors")
+    assert len(quoted_messages(errors)) > 4
+    foreign = {"Timed out", "Connection closed by peer", "process … terminated with signal SIGKILL"}
+    assert {*unknown_messages(errors, CORE)} == foreign  # of torch
