@@ -329,7 +329,7 @@ def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 1
     with stop_signals() as stop_requested:
         try:
             ranks = start_processes(_run_rank, (fn, args, nprocs, store.port), nprocs, join=False)
-            while not ranks.join(0.05, grace_period=4):
+            while not ranks.join(0.05, 4):
                 if stop_requested() and not stopped:
                     stopped = True
                     for process in ranks.processes:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a GPT on text, on one process or on many.
 
-python run.py                                   train on a default text, in less than a minute
+python run.py                                   train on a default text, in about a minute
 python run.py --data mine.txt --spawn 4         four processes on this machine
 torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 python run.py sample --prompt "The "            print text that the newest checkpoint generates
@@ -90,9 +90,7 @@ class Flags:
     block_size: int = option(128, "Context length in tokens.", COUNT)
     batch_size: int = option(16, "Sequences per optimizer step, summed over all ranks.", COUNT)
     seed: int = option(0, "Seed for weights, data order and dropout.")
-    arch: str = option(
-        "modern2", "Architecture; gpt2 is exactly GPT-2.", Choice(["modern2", "gpt2"])
-    )
+    arch: str = option("modern2", "gpt2 is exactly GPT-2.", Choice("modern2 gpt2".split()))
     layers: int = option(4, "Number of transformer blocks.", COUNT)
     heads: int = option(4, "Attention heads per block.", COUNT)
     embd: int = option(128, "Width of the model.", COUNT)
@@ -102,19 +100,17 @@ class Flags:
     steps: int | None = option(None, "Last step, even if --epochs has more.", COUNT)
     optimizer: str = option(
         "muon",
-        "muon uses Muon for the blocks' matrices, and AdamW for the rest.",
-        Choice(["muon", "adamw"]),
+        "muon: Muon for the blocks' matrices, AdamW for the rest. With zero or fsdp: adamw.",
+        Choice("muon adamw".split()),
     )
     lr: float | None = option(
-        None,
-        "Peak rate.  [default: 5 / (EMBD * min(STEPS, 5000) ** 0.25); adamw: 2 / ...]",
-        POSITIVE,
+        None, "Peak rate.  [default: 5 / (EMBD * min(STEPS, 5000) ** 0.25); adamw: 2]", POSITIVE
     )
     momentum: float = option(0.8, "Momentum of Muon.", FRACTION)
     schedule: str = option(
         "linear",
         "Decay of the learning rate. constant: only in the last fifth of the steps.",
-        Choice(["linear", "cosine", "constant"]),
+        Choice("linear cosine constant".split()),
     )
     min_lr: float = option(0.0, "Learning rate at the end of the run.", NOT_NEGATIVE)
     warmup: float = option(0.05, "Fraction of the steps before the peak learning rate.", FRACTION)
@@ -130,15 +126,13 @@ class Flags:
         metavar="[N]",
     )
     strategy: str = option(
-        "ddp",
-        "zero and fsdp divide weights and optimizer state over the ranks.",
-        Choice(["ddp", "zero", "fsdp"]),
+        "ddp", "zero, fsdp: divide the state over the ranks.", Choice("ddp zero fsdp".split())
     )
-    device: str = option("auto", "Device to use.", Choice(["auto", "cpu", "cuda", "mps"]))
+    device: str = option("auto", "Device to use.", Choice("auto cpu cuda mps".split()))
     dtype: str = option(
         "auto",
         "Type of the computation. auto: bfloat16 on hardware that has it, else float32.",
-        Choice(["auto", "float32", "bfloat16", "float16"]),
+        Choice("auto float32 bfloat16 float16".split()),
     )
     compile: bool = option(False, "Use torch.compile.", is_flag=True)
     checkpoint_activations: bool = option(
@@ -151,7 +145,7 @@ class Flags:
     save_every: int = option(100, "Steps between checkpoints.", COUNT)
     log_every: int = option(10, "Steps between lines of metrics.", COUNT)
     checkpoint: str = option(
-        "whole", "sharded: each rank writes its part.", Choice(["whole", "sharded"])
+        "whole", "sharded: each rank writes its part.", Choice("whole sharded".split())
     )
     keep: int = option(3, "Number of newest checkpoints to keep, besides the best one.", COUNT)
 
@@ -685,7 +679,7 @@ def cli(ctx: click.Context, /, **values: Any) -> int:
     """Train a GPT on text, on one process or on many.
 
     \b
-      python run.py                                   a default text, in less than a minute
+      python run.py                                   a default text, in about a minute
       python run.py --data mine.txt --spawn           one process per GPU, or per CPU core
       torchrun --nproc-per-node 4 run.py --epochs 3   four processes, started by torchrun
 

@@ -13,6 +13,7 @@ the median of the ratios within a round, and the range of the middle half of the
 range is wider than the distance of the ratio from 1.0, the row ends with "unclear".
 """
 
+import ctypes
 import importlib.util
 import json
 import statistics
@@ -40,8 +41,6 @@ import chardata  # noqa: E402
 import ddp_setup  # noqa: E402
 import gpt  # noqa: E402
 import loop  # noqa: E402
-import run  # noqa: E402
-from extras.muon import Muon  # noqa: E402
 
 Step = Callable[[], Any]
 Times = dict[str, list[float]]  # the seconds of each call of each candidate
@@ -88,13 +87,8 @@ def ours(
     if compiled:
         gpt.compile_(model)
     replica = ddp_setup.replicate(model, world)
-    groups = gpt.parameter_groups(model)
-    matrices = groups.pop("matrices") if with_muon else []
-    rest = [p for group in groups.values() for p in group]
-    optimizers: list[Any] = [torch.optim.AdamW(rest, lr=3e-4, fused=True)]
-    if with_muon:
-        optimizers.append(Muon(matrices, lr=3e-4, dtype=dtype, distribute=True))
-    plan = chardata.BatchPlan([random_tokens(shape)], shape.T, shape.B)
+    optimizers = gpt.optimizers(model, "muon" if with_muon else "adamw", 3e-4, dtype=dtype)
+    plan = chardata.BatchPlan(random_tokens(shape), shape.T, shape.B)
     steps = chardata.steps(plan, rank=world.rank, world_size=world.size)
     return partial(next, loop.train_(replica, optimizers, steps, gpt.loss, dtype=dtype, clip=1.0))
 
@@ -261,13 +255,17 @@ def windows(shape: Shape) -> TensorDataset:
 def measure(size: int, *job: Any) -> Times:
     """Return what time_steps measures in `size` new processes."""
     with tempfile.TemporaryDirectory() as folder:
-        if code := ddp_setup.spawn(time_steps, size, f"{folder}/times", *job):
-            sys.exit(code)  # Ctrl-C
+        ddp_setup.spawn(time_steps, (f"{folder}/times", *job), size)
         return json.loads(Path(folder, "times").read_text())
 
 
 def time_steps(
-    path: str, device: str, seconds: float, shape: Shape, candidates: dict[str, Candidate]
+    rank: int,
+    path: str,
+    device: str,
+    seconds: float,
+    shape: Shape,
+    candidates: dict[str, Candidate],
 ) -> None:
     """Call the candidates in turn, in at least 9 rounds, and write the seconds of each call as JSON.
 
@@ -275,7 +273,9 @@ def time_steps(
     out.
     """
     repeat = 4 if device == "cuda" else 1  # steps in a call: a GPU must not wait for each of them
-    run.keep_freed_memory()  # This helps the other candidates, too.
+    if sys.platform == "linux" and device == "cpu":  # as run.py does; it helps all candidates
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 1 << 25), mallopt(-1, 2**31 - 1)
     with ddp_setup.process_group(device) as world:
 
         def call(step: Step) -> float:
@@ -301,7 +301,7 @@ def time_steps(
         end = time.perf_counter() + seconds
         for done in count():
             # All ranks do the same number of rounds.
-            if ddp_setup.any_rank(done >= 9 and time.perf_counter() > end, world):
+            if any(ddp_setup.gather(done >= 9 and time.perf_counter() > end, world)):
                 break
             for name, step in steps.items():
                 taken[name].append(call(step))
@@ -313,7 +313,7 @@ def wait(world: World) -> None:
     """Wait until the device has finished its work, and for the other ranks."""
     if world.device.type == "cuda":
         torch.cuda.synchronize()
-    ddp_setup.any_rank(False, world)
+    ddp_setup.gather(None, world)
 
 
 def compare(shape: Shape, times: Times, name: str, other: str) -> None:
