@@ -58,9 +58,6 @@ class BatchPlan(NamedTuple):
     vocab: int | None = None  # if given, all ids must be below it
 
 
-# ------------------------------------------------------------------------------------------- files
-
-
 def list_files(data: str) -> list[str]:
     """Return the files that match a path or a glob pattern, sorted."""
     names = [data] if os.path.exists(data) else sorted(glob.glob(data, recursive=True))
@@ -133,9 +130,6 @@ def digest(arrays: Sequence[np.ndarray], chars: str) -> str:
         hashed.update(f"{array.dtype} {len(array)}\n".encode())
         hashed.update(np.ascontiguousarray(array))  # type: ignore[arg-type]
     return hashed.hexdigest()
-
-
-# -------------------------------------------------------------------------------------- vocabulary
 
 
 def encode(text: str, tokenizer: str, chars: str) -> np.ndarray:

@@ -320,9 +320,6 @@ def set_aside(folder: str, name: str) -> None:
     sync_folder(folder)
 
 
-# --------------------------------------------------------------------------------------- the folder
-
-
 def lock(folder: str) -> IO[str]:
     """Keep other runs out of a folder until the result is closed or this process ends.
 

@@ -264,9 +264,6 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
     return results[0]  # type: ignore[no-any-return]
 
 
-# ------------------------------------------------------------------------------------- stop signals
-
-
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
     """Catch SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP. Yield a function that tells if one came.
