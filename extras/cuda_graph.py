@@ -11,28 +11,10 @@ CUDA graph, the host starts all kernels with a single call. The docstring of gra
 Needs torch 2.9 or newer.
 """
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-
-def graph_small_(model: nn.Module, examples: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Call graph_ for a GPT on a CUDA device if the GPT is small, and return whether it is.
-
-    model: of gpt.py. It is small if a micro-batch needs less than a tenth of the GPU's memory, and
-        if it does not recompute activations. For larger models, graphs gain little.
-    examples: (tokens, targets), both (B, T), on any device. They are copied.
-    """
-    device, config = next(model.parameters()).device, cast(Any, model.config)
-    memory = torch.cuda.get_device_properties(device).total_memory
-    # A float32 model needs about 80 * (layers * embd + vocab) bytes for each token.
-    needed = 80 * (config.layers * config.embd + config.vocab) * examples[0].numel()
-    small = bool(needed < memory / 10 and not model.checkpoint_activations)
-    if small:
-        graph_(model, tuple(x.to(device, copy=True) for x in examples), dtype)
-    return small
 
 
 def graph_(

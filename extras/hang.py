@@ -1,27 +1,23 @@
-"""Report where each rank is when the ranks no longer make progress: `with hang.report(world, 60):`.
+"""Print in which line each rank is, when a rank no longer makes progress.
 
-    with ddp_setup.process_group("auto", 600) as world, hang.report(world, 300):
-        ...
+    from extras import hang
 
-A rank that has waited in one collective for 30 s prints a warning with the current program lines of
-all ranks. After `timeout` seconds it prints them as an error, and the ranks that wait end with exit
-code 1. The lines of a rank are the innermost ones, and the innermost one of your own script.
-Without this file, a rank that has waited for the timeout of process_group only says that it waited
-in vain. A thread of each rank does this, with gloo and with NCCL. It reads torch's flight recorder
-by private functions, and warns if it cannot.
+    with ddp_setup.process_group() as world, hang.report(world):
+        train(world)
+
+If a rank has been in the same call for 30 s, one rank prints the lines of all ranks, for example of
+a collective that only rank 0 calls. This ends nothing: the wait goes on until the timeout of
+process_group.
 """
 
 import json
 import os
-import secrets
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,149 +25,76 @@ import torch.distributed as dist
 
 # Files whose names begin with one of these do not belong to the program. "<" is code without file.
 LIBRARIES = "<", *map(os.path.dirname, (os.__file__, *torch.__path__))
-# Files of this project that are copied beside a script, and folders of other packages.
-COPIED = {
-    *"ddp_setup.py loop.py ckpt.py gpt.py chardata.py batch_norm.py cuda_graph.py fsdp.py".split(),
-    *"muon.py profiling.py remote.py replicas.py sharded.py slow_ranks.py tokenizer.py".split(),
-    *"site-packages dist-packages".split(),
-}
 
 
 @contextmanager
-def report(world: Any, timeout: float, warn_after: float = 30) -> Iterator[None]:
-    """Watch this rank during the block.
+def report(world: Any, seconds: float = 30.0) -> Iterator[None]:
+    """Watch the thread that calls this function, for the duration of the `with` block.
 
-    All ranks must use this function, inside the block of ddp_setup.process_group. wait_together and
-    from_rank_zero do not count as waiting, because they are for slow work.
+    All ranks must use this function, inside the block of process_group.
 
-    world: ddp_setup.World.
-    timeout: seconds in one collective after which a rank is stuck, less than that of process_group.
-    warn_after: seconds in one collective after which a warning is printed, once in each wait. It
-        ends nothing. If they are not less than the timeout, there is no warning.
+    world: ddp_setup.World, of which this uses rank and size.
+    seconds: the line is printed if the stack of a rank has not changed for this time, once per
+        wait. That can also be slow work in one call, for example of a compiler. The clocks of
+        several machines may differ by less than half of it.
     """
     if world.size == 1:
         yield
         return
-    # A second connection, because the main thread can block the first one. torchrun's store keeps
-    # the keys of former starts, so each start has a random prefix.
-    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    prefix = [secrets.token_hex()]
-    dist.broadcast_object_list(prefix, group=world.gloo)
-    store, ended = dist.PrefixStore(prefix[0], store), threading.Event()
-    arguments = world, store, timeout, warn_after, threading.get_ident(), ended
-    thread = threading.Thread(target=_watch, args=arguments, daemon=True)
-    thread.start()
+    ended = threading.Event()
+    # A connection of its own: the main thread can block the other one.
+    store, *_ = next(dist.rendezvous("env://"))
+    # torchrun keeps the keys of the ranks that it started before.
+    store = dist.PrefixStore(f"hang {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    arguments = world, store, seconds, threading.get_ident(), ended
+    watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
+    watcher.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join(5)
+        watcher.join(5)
 
 
 def _watch(
-    world: Any,
-    store: Any,
-    timeout: float,
-    warn_after: float,
-    main: int,
-    ended: threading.Event,
+    world: Any, store: dist.Store, seconds: float, thread: int, ended: threading.Event
 ) -> None:
-    """Store this rank's lines at intervals. Warn, and end the process, when it is stuck."""
-    before, since, warned = None, time.monotonic(), False
-    try:
-        _waits(world, _collectives(world))  # If it fails, say so now.
-        while not ended.wait(min(warn_after, timeout) / 20):
-            numbers = _collectives(world)
-            waiting = numbers == before and _waits(world, numbers)
-            if not waiting:
-                before, since, warned = numbers, time.monotonic(), False
-            count = store.add("count", 1)  # all ranks share this counter
-            store.set(f"state {world.rank}", json.dumps([count, waiting, _program_lines(main)]))
-            waited = time.monotonic() - since
-            if waited >= timeout:
-                break
-            if waited >= warn_after and not warned:
-                warned = True
-                places, others_wait = _places(world, store, count)
-                if not others_wait:
-                    print(
-                        f"WARNING: no progress for {warn_after:g} s (the ranks end after "
-                        f"{timeout:g} s): {places}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-        else:
-            return
-        line = f"Error: no progress for {timeout:g} s: {_places(world, store, count)[0]}"
-        code = 1
-    except dist.DistError:  # The store is lost, and with it other ranks.
-        return
-    except Exception as error:
-        line = f"WARNING: hangs are not reported with torch {torch.__version__}: {error!r}"
-        code = 0
-    with suppress(dist.DistError):  # The store is lost: its rank has printed the line.
-        if store.add(f"line {code}", 1) == 1:
-            print(line, file=sys.stderr, flush=True)
-    if code:
-        # No exception can be raised in the main thread while it is blocked in a collective.
-        os._exit(code)
+    """Compare the stack of a thread with the one before, 50 times a second.
+
+    A rank that works must not have the same stack in all samples by chance.
+    """
+    before, since, written, printed = None, 0.0, 0.0, False
+    with suppress(dist.DistError):  # The process that served the store has ended.
+        while not ended.wait(0.02):
+            frames = [*traceback.walk_stack(sys._current_frames()[thread])]
+            stack, now = [(frame.f_code, frame.f_lasti) for frame, _ in frames], time.time()
+            if stack != before:
+                before, since, printed = stack, now, False
+            if now < written + seconds / 30:
+                continue
+            if now > since + seconds and not printed:
+                printed = _print(world, store, now, now - seconds / 2)
+            lines = [
+                f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+                for frame, line in frames
+                if not frame.f_code.co_filename.startswith(LIBRARIES)
+            ]
+            written = now
+            store.set(f"{world.rank}", json.dumps([now, since, printed, " < ".join(lines)]))
 
 
-def _places(world: Any, store: Any, count: int) -> tuple[str, bool]:
-    """Return where all ranks are, and whether a rank below this one waits, too, and answers."""
-    lines, others_wait = [], False
+def _print(world: Any, store: dist.Store, now: float, half: float) -> bool:
+    """Print the lines of all ranks, unless a lower rank that waits, too, does it.
+
+    Return whether they are printed. If not, that rank may have been stopped, so ask again.
+    """
+    places = []
     for rank in range(world.size):
-        # Unlike get, compare_set does not wait for a missing key.
-        written, waits, place = json.loads(store.compare_set(f"state {rank}", "", '[0, false, ""]'))
-        # A rank answers if it has written in about the last three intervals.
-        answers = written > count - 3 * world.size
-        others_wait |= answers and waits and rank < world.rank
-        lines.append(f"rank {rank} at {place}" if answers else f"no answer from rank {rank}")
-    return ", ".join(lines), others_wait
-
-
-def _program_lines(thread: int) -> str:
-    """Return the three innermost program lines of a thread's stack, the innermost first.
-
-    If none of them is of the user's script, its innermost line follows.
-    """
-    # traceback.extract_stack would read source files. Their storage can hang.
-    paths = [
-        (Path(name), number)
-        for frame, number in traceback.walk_stack(sys._current_frames()[thread])
-        if not (name := frame.f_code.co_filename).startswith(LIBRARIES)
-    ]
-    lines = [f"{path.name}:{number}" for path, number in paths]
-    script = next((i for i, (path, _) in enumerate(paths) if not COPIED & {*path.parts}), 0)
-    return " < ".join(lines[:3] + ["…", lines[script]] * (script > 2)) or "a library"
-
-
-def _collectives(world: Any) -> list[Any]:
-    """Return the numbers of the last collectives of each group, with gloo and with NCCL.
-
-    ValueError if the recorder does not record.
-    """
-    # Without these private functions of torch, there is no report. Only CUDA builds have the
-    # second one.
-    c10d: Any = torch._C._distributed_c10d
-    numbers = [json.loads(c10d._dump_fr_trace_json(False, False))["pg_status"]]
-    if not numbers[0]:  # process_group has made at least one collective
-        raise ValueError("torch's flight recorder is off; is TORCH_FR_BUFFER_SIZE 0?")
-    if world.device.type == "cuda":
-        numbers.append(json.loads(c10d._dump_nccl_trace_json(False, False))["pg_status"])
-    return numbers
-
-
-def _waits(world: Any, numbers: list[Any]) -> bool:
-    """Return whether this rank waits in a collective. This takes 50 ms of CPU time."""
-    c10d: Any = torch._C._distributed_c10d  # see _collectives
-    # Slow work in wait_together is not a hang, so its group does not count.
-    slow = world.gloo.group_name
-    return any(
-        group["last_enqueued_collective"] != group["last_completed_collective"]
-        for nccl in numbers[1:]
-        for group in nccl.values()
-    ) or any(
-        not entry["retired"] and entry["process_group"][0] != slow
-        for entry in json.loads(c10d._dump_fr_trace_json(True, False))["entries"]
-    )
+        # Unlike get, this does not wait for a missing key.
+        unknown = json.dumps([now, now, False, "a line before hang.report"])
+        written, since, printed, lines = json.loads(store.compare_set(f"{rank}", "", unknown))
+        if rank < world.rank and since < half and (printed or written > half):
+            return bool(printed)
+        places.append(f"rank {rank} for {now - since:.0f} s at {lines}")
+    print("WARNING: no progress:", ", ".join(places), file=sys.stderr, flush=True)
+    return True

@@ -1,39 +1,40 @@
+#!/usr/bin/env python3
 """Draw training runs as one figure: loss against steps and tokens, throughput, learning rate.
 
-    runs = [parse("out", open("out/metrics.jsonl").read(), open("out/config.json").read())]
-    draw(runs, "loss.svg")
+python extras/plot.py out other -o loss.png
 
-Needs matplotlib, but not torch: a run is described by two files in its --out folder. Without
-config.json, the legend has only its name.
+A run is a folder, or a URL, with the metrics.jsonl of run.py. The legend names the flags in which
+the runs differ. Faint lines are measured values. Full lines are running means, or for the
+throughput running medians, over full windows of 1/20 of the values. Needs click and matplotlib.
 """
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-try:
-    import matplotlib
-    from matplotlib.figure import Figure  # not pyplot, which has global state and opens windows
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import EngFormatter
-except ImportError as error:
-    raise ImportError("pip install matplotlib to plot") from error
+import click
+import matplotlib
+from matplotlib.figure import Figure  # not pyplot, which has global state and opens windows
+from matplotlib.ticker import EngFormatter
 
 # The colours of Okabe and Ito (2008), without those with a contrast to white below 3 to 1. Dashes
 # change too, so four runs can be told apart in black and white, and 20 in colour.
 COLORS = ("#0072B2", "#D55E00", "#000000", "#009E73", "#CC79A7")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
-MARKERS = ("o", "s", "^", "D", "v")
-# What config.json contains but the legend does not: it changes no result, or follows from the rest.
-HIDDEN = {
-    *"vocab eval_tokens spawn use timeout out eval_every save_every log_every keep accum".split(),
-    *"checkpoint checkpoint_activations torch threads peak_flops peak_flops_source".split(),
-}
+CURVES = (  # x, y, the label of y, and how y is smoothed
+    ("step", "loss", "loss in nats (dots: validation)", fmean),
+    ("tokens", "loss", "", fmean),
+    ("step", "tokens_per_s", "tokens per second", median),
+    ("step", "lr", "learning rate", fmean),
+)
+# Flags that the legend does not name: they change no result, or follow from the rest.
+HIDDEN = (
+    "vocab spawn timeout out eval_every eval_tokens save_every log_every keep accum checkpoint "
+    "checkpoint_activations"
+).split()
 STYLE: dict[str, Any] = {
     "font.size": 8,
     "axes.spines.top": False,
@@ -50,147 +51,90 @@ STYLE: dict[str, Any] = {
 
 
 class Run(NamedTuple):
-    """A run, as described by the files in its --out folder."""
+    """What a metrics.jsonl says."""
 
     name: str
-    records: list[dict[str, Any]]  # the lines of metrics.jsonl, all with "tokens"
-    config: dict[str, Any]
+    records: list[dict[str, Any]]  # of each step the last one, in the order of steps
+    config: dict[str, Any]  # flags of the last start, and ranks
 
 
-def parse(name: str, metrics: str, config: str) -> Run:
-    """Return the run `name`, from the texts of its metrics.jsonl and config.json ("": none).
-
-    Lines that are not JSON objects with a step are ignored, since a crash can leave one. ValueError
-    if no line is left.
-    """
-    records: list[dict[str, Any]] = []
-    for line in metrics.splitlines():
-        with suppress(ValueError, TypeError, KeyError):
-            record = json.loads(line)
-            records += [record] if record["step"] >= 0 else []
-    if not records:
-        raise ValueError(f"{name}: metrics.jsonl has no line with a step")
-    tokens = {record["step"]: record["tokens"] for record in records if "tokens" in record}
-    # the lines of evaluations have no "tokens" of their own
-    records = [{"tokens": tokens.get(record["step"]), **record} for record in records]
-    try:
-        return Run(name, records, dict(json.loads(config or "{}")))
-    except (ValueError, TypeError):
-        raise ValueError(f"{name}: config.json is not a JSON object") from None
-
-
-def curve(run: Run, x: str, y: str) -> tuple[list[float], list[float]]:
-    """Return the numbers under `x` and `y` of the records that have `y`; NaN, a gap, for null."""
-
-    def numbers(key: str) -> list[float]:
-        values = [record[key] for record in run.records if y in record]
-        return [value if isinstance(value, (int, float)) else math.nan for value in values]
-
-    return numbers(x), numbers(y)
+def read(folder: str) -> Run:
+    """Read the metrics.jsonl in a folder or at a URL. ValueError if it has no step."""
+    path, opener = f"{folder}/metrics.jsonl", open
+    if "://" in folder:
+        from fsspec import open as opener
+    with opener(path) as file:
+        lines = [json.loads(line) for line in file]
+    steps = {line["step"]: line for line in lines if "step" in line}
+    config: dict[str, Any] = {}
+    for line in lines:
+        if "config" in line:
+            config = line["config"] | {"ranks": line["ranks"]}
+    if not steps:
+        raise ValueError(f"{path} has no step")
+    return Run(folder, [steps[step] for step in sorted(steps)], config)
 
 
 def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float]) -> list[float]:
     """Return the average of each value and its neighbours: on each side 1/40 of all, at most 250.
 
-    NaN stays NaN. A value with fewer neighbours on one side, at the beginning and at the end,
-    becomes NaN, because smaller windows would end the line at the last value, which is noise.
+    A value that has fewer neighbours on one side becomes NaN: with smaller windows, the line would
+    end at the last value, which is noise. NaN in `values` is left out.
     """
     reach, out = min(250, len(values) // 40), []
-    for i, value in enumerate(values):
-        full = reach <= i < len(values) - reach and math.isfinite(value)
+    for i in range(len(values)):
         near = [v for v in values[max(0, i - reach) : i + reach + 1] if math.isfinite(v)]
+        full = reach <= i < len(values) - reach and near
         out.append(average(near) if full else math.nan)
     return out
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
-    """Return for each run the last part of its name, and the settings in which the runs differ.
-
-    A setting is named only for the runs that have it: config.json can be missing, or be older.
-    """
-    short = [_last(run.name) for run in runs]
-    names = short if len({*short}) == len(runs) else [run.name for run in runs]
-    settings: list[list[str]] = [[] for _ in runs]
-    for key in dict.fromkeys(key for run in runs for key in run.config if key not in HIDDEN):
-        having = [i for i, run in enumerate(runs) if key in run.config]
-        values = [_paths(runs[i].config[key]) for i in having]
-        if len({*map(str, values)}) > 1:
-            said = [" ".join(map(_last, paths)) for paths in values]
-            if len({*said}) < len({*map(str, values)}):
-                said = [" ".join(paths) for paths in values]
-            for i, text in zip(having, said):
-                settings[i].append(f"{key.replace('_', '-')} {text or 'none'}")
-    return [f"{name} ({', '.join(s)})" if s else name for name, s in zip(names, settings)]
+def label(run: Run, runs: Sequence[Run]) -> str:
+    """Return the name of a run, with the flags in which the runs differ."""
+    differing = [
+        f"{name.replace('_', '-')} {value}"
+        for name, value in run.config.items()
+        if name not in HIDDEN and any(other.config.get(name) != value for other in runs)
+    ]
+    text = f"{run.name} ({', '.join(differing)})" if differing else run.name
+    return text.replace("$", r"\$")  # A "$" would begin a formula.
 
 
-def _last(path: str) -> str:
-    """Return the last part of a path."""
-    return os.path.basename(os.path.normpath(path))
-
-
-def _paths(value: Any) -> list[str]:
-    """Return the value of a flag as a list of texts, of which some are paths."""
-    if isinstance(value, list):
-        return [f"{path}" for path in value]
-    return [] if value is None else [f"{value}"]
-
-
-def styles() -> Iterator[dict[str, Any]]:
-    """Yield the style of the first run, of the second run, and so on."""
-    for color, dash, marker in zip(cycle(COLORS), cycle(DASHES), cycle(MARKERS)):
-        yield {"color": color, "linestyle": dash, "marker": marker, "markerfacecolor": "white"}
-
-
-def draw(runs: Sequence[Run], path: str) -> None:
-    """Write the figure to `path`. Its ending says the format; ValueError if it is unknown."""
-    with matplotlib.rc_context(dict[Any, Any](matplotlib.rcParamsDefault) | STYLE):
-        figure(runs).savefig(path)
-
-
-def figure(runs: Sequence[Run]) -> Any:
-    """Return a Figure of four panels: loss by step and by tokens, throughput, learning rate."""
-    drawn = Figure(figsize=(7, 5), layout="constrained")
-    panels = list(drawn.subplots(2, 2).flat)
-    for run, style in zip(runs, styles()):
-        _draw_curve(panels[0], run, "step", "loss", fmean, style)
-        _draw_curve(panels[1], run, "tokens", "loss", fmean, style)
-        _draw_curve(panels[2], run, "step", "tokens_per_s", median, style)
-        panels[3].plot(*curve(run, "step", "lr"), **{**style, "marker": ""})
-        for panel, x in zip(panels, ("step", "tokens")):
-            panel.plot(*curve(run, x, "val_loss"), **{**style, "linestyle": ""})
-    _label(drawn, panels, labels(runs))
-    return drawn
-
-
-def _draw_curve(
-    panel: Any,
-    run: Run,
-    x: str,
-    y: str,
-    average: Callable[[Sequence[float]], float],
-    style: dict[str, Any],
-) -> None:
-    """Draw the values as a faint line and their running average as a full line."""
-    xs, ys = curve(run, x, y)
-    panel.plot(xs, ys, linewidth=0.6, alpha=0.35, color=style["color"])
-    panel.plot(xs, smooth(ys, average), **{**style, "marker": ""})
-
-
-def _label(figure: Any, panels: Any, names: Sequence[str]) -> None:
-    """Add labels to the axes, a legend of the runs, and a legend of lines and markers."""
-    xs = ("step", "tokens", "step", "step")
-    ys = ("loss (nats per token)", "", "tokens per second", "learning rate")
-    for panel, letter, x, y in zip(panels, "abcd", xs, ys):
-        panel.set_title(letter, loc="left", fontweight="bold")
-        panel.set(xlabel=x, ylabel=y)
+def draw(runs: Sequence[Run]) -> Figure:
+    """Return a figure of four panels."""
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    panels = figure.subplots(2, 2).flat
+    for panel, (x, y, title, average) in zip(panels, CURVES):
+        for run, color, dash in zip(runs, cycle(COLORS), cycle(DASHES)):
+            xs, ys = [r[x] for r in run.records], [r[y] for r in run.records]
+            panel.plot(xs, ys, color=color, linewidth=0.6, alpha=0.35)
+            panel.plot(xs, smooth(ys, average), color=color, linestyle=dash, label=label(run, runs))
+            if y == "loss":
+                dots = [(r[x], r["val_loss"]) for r in run.records if "val_loss" in r]
+                panel.plot(*zip(*dots), "o", color=color, markerfacecolor="white")
+        panel.set(xlabel=x, ylabel=title)
         panel.set_xlim(left=0)
+        if y != "loss":
+            panel.set_ylim(bottom=0)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-    for panel in panels[2:]:
-        panel.set_ylim(bottom=0)
     panels[2].yaxis.set_major_formatter(EngFormatter(sep=""))
-    plain = [name.replace("$", r"\$") for name in names]  # a "$" would begin a formula
-    keys = [Line2D([], [], label=name, **style) for name, style in zip(plain, styles())]
-    figure.legend(handles=keys, loc="outside upper left", handlelength=4)
-    line = Line2D([], [], color="0.4", label="training")
-    dots = Line2D([], [], color="0.4", label="validation", marker="o", linestyle="")
-    panels[0].legend(handles=[line, dots])
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper left", handlelength=4)
+    return figure
+
+
+@click.command()
+@click.argument("out", nargs=-1, required=True)
+@click.option("-o", "--output", required=True, help="Picture: .png, .svg or .pdf.")
+def main(out: Sequence[str], output: str) -> None:
+    """Draw the metrics of runs, of which OUT are the folders or URLs."""
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
+        try:
+            draw([read(folder) for folder in out]).savefig(output)
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"{error}") from error
+    click.echo(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -60,7 +60,7 @@ def main(world, stop):
         ):
             if report.stop:
                 break
-        error_rate = None
+        error_rate = math.inf
         if step % steps_per_epoch == 0:  # the epoch is complete
             scheduler.step()
             accuracy = loop.evaluate(replica, test_loader, hits)
@@ -78,7 +78,7 @@ def main(world, stop):
     return False
 
 
-with ddp_setup.stop_signals() as stop, ddp_setup.process_group() as world:
+with ddp_setup.process_group() as world, ddp_setup.stop_signals() as stop:
     stopped = main(world, stop)
 if stopped:
     sys.exit(3)  # saved, but not finished

@@ -84,10 +84,11 @@ def main(world):
     if 4 % world.size:
         raise ValueError(f"{world.size} ranks cannot share 4 micro-batches: use 1, 2 or 4")
     step, accum = 0, 4 // world.size
+    sampler = chardata.RankSampler(len(train), world.rank, world.size)
+    # batch_size=None: the items of `train` are batches already
+    loader = DataLoader(train, batch_size=None, sampler=sampler)
     for epoch in range(3):
-        mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
-        # batch_size=None: the items of `train` are batches already
-        loader = DataLoader(train, batch_size=None, sampler=mine)
+        sampler.set_epoch(epoch)
         steps = loop.group_batches(loader, accum)
         for step, report in loop.train_(
             replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype

@@ -43,10 +43,12 @@ def count_targets(batch):
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-# The model returns the mean over the targets of a micro-batch. The mean of the means of unequal
-# parts is not the mean of the whole, so train_ needs the sum and the count. (Leave out
-# micro-batches without a target: their mean is NaN.)
-loss_fn = loop.from_mean(lambda model, batch: model(**batch).loss, count_targets)
+def loss_fn(model, batch):
+    # The model returns the mean over the targets of a micro-batch. The mean of the means of unequal
+    # parts is not the mean of the whole, so train_ needs the sum and the count. (Leave out
+    # micro-batches without a target: their mean is NaN.)
+    count = count_targets(batch)
+    return model(**batch).loss * count, count
 
 
 def main(world):
@@ -68,17 +70,18 @@ def main(world):
     opt = torch.optim.AdamW(model.parameters(), lr=0.003)
     step, accum = 0, 2  # finished steps; micro-batches per step and rank
     rows = 24 // (accum * world.size)  # sequences in a micro-batch
+    sampler = chardata.RankSampler(len(train), world.rank, world.size)
+    loader = DataLoader(train, batch_size=rows, sampler=sampler, collate_fn=collate)
+    test_rows = range(world.rank, len(test), world.size)
+    test_loader = DataLoader(test, batch_size=24, sampler=test_rows, collate_fn=collate)
     for epoch in range(3):
-        mine = chardata.rank_indices(len(train), world.rank, world.size, epoch, seed=0)
-        loader = DataLoader(train, batch_size=rows, sampler=mine, collate_fn=collate)
+        sampler.set_epoch(epoch)
         steps = loop.group_batches(loader, accum, count=lambda batch: int(count_targets(batch)))
         for step, report in loop.train_(
             replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype
         ):
             pass
-        mine = range(world.rank, len(test), world.size)
-        loader = DataLoader(test, batch_size=24, sampler=mine, collate_fn=collate)
-        test_loss = loop.evaluate(replica, loader, loss_fn)
+        test_loss = loop.evaluate(replica, test_loader, loss_fn)
         if world.rank == 0:
             print(f"epoch {epoch}: loss {report.loss:.4f}, test loss {test_loss:.4f}")
     if world.rank == 0:

@@ -8,9 +8,9 @@ The weights are the same for both. This needs two things:
 - The random crop and flip of an image depend only on the seed, the epoch and the image's index, and
   not on the rank, the batch or the DataLoader worker that happens to load it.
 - GroupNorm normalises each image alone. BatchNorm would compute mean and variance over the rows of
-  one rank, which are fewer on more ranks. If your model has BatchNorm, convert it before replicate,
-  with model = batch_norm.synchronize_(model) of extras/batch_norm.py. Then it computes them over
-  all ranks. They are those of the global batch only with accum=1.
+  one rank, which are fewer on more ranks. On GPUs, torch's SyncBatchNorm computes them over all
+  ranks: model = nn.SyncBatchNorm.convert_sync_batchnorm(model) before replicate. They are those of
+  the global batch only with accum=1. torch has nothing like it for CPUs: use GroupNorm there.
 """
 
 import os
@@ -80,11 +80,12 @@ def main(world):
     )
     replica = ddp_setup.replicate(model, world)
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sampler = chardata.RankSampler(len(labels), world.rank, world.size, SEED)
     step = 0
     for epoch in range(3):
-        mine = chardata.rank_indices(len(labels), world.rank, world.size, epoch, SEED)
+        sampler.set_epoch(epoch)
         train = Augmented(images, labels, epoch)
-        loader = DataLoader(train, batch_size=96 // world.size, sampler=mine)
+        loader = DataLoader(train, batch_size=96 // world.size, sampler=sampler)
         steps = loop.group_batches(loader)
         for step, report in loop.train_(replica, [opt], steps, loss_fn, start=step, dtype=dtype):
             pass

@@ -63,6 +63,10 @@ class RankBatches(IterableDataset):
             yield torch.tensor(inputs).reshape(-1, 20), torch.tensor(targets, dtype=torch.long)
 
 
+def detach(worker):
+    os.setsid()  # Otherwise a stop signal from torchrun or the terminal also ends the workers.
+
+
 def loss_fn(model, batch):
     inputs, targets = batch
     return F.cross_entropy(model(inputs), targets, reduction="none")
@@ -84,9 +88,7 @@ def main(world, stop, workers):
         ddp_setup.from_rank_zero(partial(ckpt.save, "out-stream", state, step, keep=3), world)
 
     dataset = RankBatches(position, world.rank, world.size)
-    loader = DataLoader(
-        dataset, batch_size=None, num_workers=workers, worker_init_fn=ddp_setup.detach_worker
-    )
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers, worker_init_fn=detach)
     steps = loop.group_batches(loader)
     for step, report in loop.train_(
         replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
@@ -106,7 +108,7 @@ def main(world, stop, workers):
 
 
 if __name__ == "__main__":  # on macOS, each DataLoader worker imports this file
-    with ddp_setup.stop_signals() as stop, ddp_setup.process_group() as world:
+    with ddp_setup.process_group() as world, ddp_setup.stop_signals() as stop:
         stopped = main(world, stop, workers=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     if stopped:
         sys.exit(3)  # saved, but not finished

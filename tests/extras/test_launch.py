@@ -1,4 +1,4 @@
-"""The scripts in extras/launch start what they say. (test_slurm.py runs two of them under SLURM.)"""
+"""The scripts in extras/launch start what they say, with stand-ins for the programs of SLURM."""
 
 import os
 import shlex
@@ -60,9 +60,25 @@ def test_slurm_torchrun_starts_one_agent_per_node(tmp_path):
     assert (arguments.rdzv_endpoint, arguments.rdzv_id) == ("n07:29400", "17")
 
 
-def test_slurm_srun_starts_the_program_on_each_task(tmp_path):
-    words = run_script("slurm_srun.sh", tmp_path, {"srun": PRINT_WORDS}).stdout.splitlines()
-    parse_command(shlex.join(words[words.index("python") :]))
+SRUN = """
+shift  # --cpu-bind=none
+for rank in 0 1 2; do
+  SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 2)) SLURM_STEP_NUM_TASKS=4 \\
+    SLURM_STEP_TASKS_PER_NODE="2(x2)" "$@"
+done
+"""
+
+
+def test_slurm_srun_translates_the_variables_of_each_task(tmp_path):
+    """Otherwise run.py refuses to start, or each task trains alone."""
+    print_variables = (
+        'echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT "$@"'
+    )
+    programs = {"srun": SRUN, "scontrol": "printf 'n07\\nn08\\n'", "python": print_variables}
+    done = run_script("slurm_srun.sh", tmp_path, programs, SLURM_JOB_ID="1234567")
+    end = "4 2 n07 24567 run.py --out /shared/run"
+    assert done.stdout.splitlines() == [f"0 0 {end}", f"1 1 {end}", f"2 0 {end}"], done
+    parse_command(end.partition("24567 ")[2])
 
 
 @pytest.mark.parametrize(
