@@ -188,9 +188,9 @@ def placed(value: Any, like: Tensor) -> Any:
         # With None, no rank sends: each one takes its part.
         value = dist.tensor.distribute_tensor(
             value,
-            like.device_mesh,
+            like.device_mesh,  # type: ignore[attr-defined]
             like.placements,
-            src_data_rank=None,  # type: ignore[attr-defined]
+            src_data_rank=None,
         )
     return new.copy_(value)
 

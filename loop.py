@@ -42,7 +42,8 @@ class Report(NamedTuple):
 
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient, before clipping
-    count: Tensor  # of the global batch  # type: ignore[assignment]
+    # count of the global batch
+    count: Tensor  # type: ignore[assignment]
     skipped: Tensor  # number of bad steps (see train_) in this call, up to now
     stop: bool  # a rank asked to stop: your loop must break
 

@@ -207,7 +207,7 @@ def make_tokenizer(chars: str) -> State:
         names = (c if c.isprintable() and c != " " else next(others) for c in latin)
         model = {"type": "BPE", "vocab": {c: i for i, c in enumerate(names)}, "merges": []}
         split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
-        decoder = split
+        decoder = split  # type: ignore[assignment]
     parts = dict(pre_tokenizer=split, decoder=decoder, model=model)
     # null and not missing: transformers.js needs these keys.
     return dict(version="1.0", added_tokens=[], normalizer=None, post_processor=None) | parts

@@ -62,7 +62,7 @@ def read(folder: str) -> Run:
     """Read the metrics.jsonl in a folder or at a URL. ValueError if it has no step."""
     path, opener = f"{folder}/metrics.jsonl", open
     if "://" in folder:
-        from fsspec import open as opener
+        from fsspec import open as opener  # type: ignore[no-redef]
     with opener(path) as file:
         lines = [json.loads(line) for line in file]
     steps = {line["step"]: line for line in lines if "step" in line}
@@ -108,7 +108,8 @@ def draw(runs: Sequence[Run]) -> Figure:
         for run, color, dash in zip(runs, cycle(COLORS), cycle(DASHES)):
             xs, ys = [r[x] for r in run.records], [r[y] for r in run.records]
             panel.plot(xs, ys, color=color, linewidth=0.6, alpha=0.35)
-            panel.plot(xs, smooth(ys, average), color=color, linestyle=dash, label=label(run, runs))
+            smoothed = smooth(ys, average)  # type: ignore[arg-type]
+            panel.plot(xs, smoothed, color=color, linestyle=dash, label=label(run, runs))
             if y == "loss":
                 dots = [(r[x], r["val_loss"]) for r in run.records if "val_loss" in r]
                 panel.plot(*zip(*dots), "o", color=color, markerfacecolor="white")
@@ -128,7 +129,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 @click.option("-o", "--output", required=True, help="Picture: .png, .svg or .pdf.")
 def main(out: Sequence[str], output: str) -> None:
     """Draw the metrics of runs, of which OUT are the folders or URLs."""
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):  # type: ignore[dict-item]
         try:
             draw([read(folder) for folder in out]).savefig(output)
         except (OSError, ValueError) as error:
