@@ -150,9 +150,6 @@ def decode(ids: Iterable[int], tokenizer: str, chars: str) -> Iterator[str]:
     return (chars[i] for i in ids)
 
 
-# ----------------------------------------------------------------------------------------- windows
-
-
 def split(tokens: np.ndarray, val_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Return (training tokens, validation tokens): the last part is for validation."""
     cut = len(tokens) - round(len(tokens) * val_fraction)

@@ -168,9 +168,9 @@ def on_rank_zero(make: Callable[[], T]) -> T:
     """Return the result of make() on rank 0. Every rank must call this."""
     if not dist.is_initialized():
         return make()
-    result: list[Any] = [make() if dist.get_rank() == 0 else None]
+    result = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(result)
-    return result[0]  # type: ignore[no-any-return]
+    return result[0]  # type: ignore[return-value]
 
 
 def placed(value: Any, like: Tensor) -> Any:
@@ -317,7 +317,6 @@ def superseded(entries: Sequence[Entry], keep: int) -> list[Entry]:
 def set_aside(folder: str, name: str) -> None:
     """Add ".damaged" to the name of a file, so that it is no longer listed."""
     Path(folder, name).replace(Path(folder, f"{name}.damaged"))
-    sync_folder(folder)
 
 
 def lock(folder: str) -> IO[str]:

@@ -237,7 +237,7 @@ def wait_together(call: Callable[[], T], world: World) -> T:
     """
     if world.size == 1:
         return call()
-    error: Exception | None = None
+    error: Any = None
     try:
         result = call()
     except Exception as raised:
@@ -258,10 +258,10 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
     All ranks must call this function. The result must be picklable. In other respects, it works
     like wait_together.
     """
-    results: list[Any] = [wait_together(lambda: make() if world.rank == 0 else None, world)]
+    results = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
         dist.broadcast_object_list(results)
-    return results[0]  # type: ignore[no-any-return]
+    return results[0]  # type: ignore[return-value]
 
 
 @contextmanager

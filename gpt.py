@@ -73,19 +73,20 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config, C = config, config.embd
-        linear = partial(nn.Linear, bias=config.arch == "gpt2")
-        self.norm1 = nn.LayerNorm(C) if config.arch == "gpt2" else rms_norm
-        self.norm2 = nn.LayerNorm(C) if config.arch == "gpt2" else rms_norm
+        self.gpt2 = gpt2 = config.arch == "gpt2"
+        linear = partial(nn.Linear, bias=gpt2)
+        self.norm1 = nn.LayerNorm(C) if gpt2 else rms_norm
+        self.norm2 = nn.LayerNorm(C) if gpt2 else rms_norm
         self.qkv, self.out = linear(C, 3 * C), linear(C, C)
         self.up, self.down = linear(C, 4 * C), linear(4 * C, C)
 
     def forward(self, x: Tensor, cos_sin: Tensor, cache: Tensor | None = None) -> Tensor:
         """Map x (B, T, C) to (B, T, C). cache: (2, B, H, S, D), see GPT.forward."""
-        T, H, gpt2 = x.shape[1], self.config.heads, self.config.arch == "gpt2"
+        T, H = x.shape[1], self.config.heads
         dropout = self.config.dropout * self.training
         # (B, T, 2 H, D) and (B, T, H, D)
         qk, v = self.qkv(self.norm1(x)).unflatten(2, (3 * H, -1)).split((2 * H, H), 2)
-        if not gpt2:
+        if not self.gpt2:
             qk = rotate(rms_norm(qk), cos_sin)
         q, k = qk.transpose(1, 2).chunk(2, 1)  # (B, H, T, D) each
         v = v.transpose(1, 2)
@@ -96,7 +97,7 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
         x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), dropout)
         y = self.up(self.norm2(x))
-        if gpt2:
+        if self.gpt2:
             y = F.gelu(y, approximate="tanh")
         else:
             y = F.relu(y)
@@ -140,19 +141,19 @@ class GPT(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config, C = config, config.embd
-        self.checkpoint_activations = False
+        self.checkpoint_activations, gpt2 = False, config.arch == "gpt2"
         # Not a method: in a deep copy, a compiled method would stay bound to the original.
         self.after_lookup = after_lookup
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, C))
-        if config.arch == "gpt2":
+        if gpt2:
             self.positions = embedding(torch.empty(config.block_size, C))
         else:
             self.look_back = nn.Parameter(torch.empty(C, LOOK_BACK))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(C) if config.arch == "gpt2" else rms_norm
+        self.norm = nn.LayerNorm(C) if gpt2 else rms_norm
         self.head = nn.Linear(C, config.vocab, bias=False)
-        if config.arch == "gpt2":
+        if gpt2:
             self.head.weight = self.embedding.weight
 
     def forward(

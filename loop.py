@@ -166,8 +166,10 @@ def _update_(
     # does nothing. Fused optimizers find this out on the device, so the host need not wait.
     clip_grads_with_norm_(parameters, clip, norm + 0 * (norm + loss.to(norm)))
     for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
+        # Without a gradient, as of frozen weights, GradScaler would raise an error.
+        if any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
     return norm
 
 

@@ -20,7 +20,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -524,8 +524,10 @@ def finish(save: Future[Any]) -> float:
 
 def say(text: str, err: bool = False) -> None:
     """Print a line. A terminal or pipe that was closed does not end the training."""
-    with suppress(OSError):
+    try:
         click.echo(text, err=err)
+    except OSError:  # Otherwise Python would try again at its end, and exit with 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1 + err)
 
 
 def warn(text: str) -> None:
@@ -546,9 +548,8 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Flags, Values
         raise click.UsageError(f"{out}: there is no checkpoint; train first, or name another --out")
     flags = Flags(**complete_flags({}, saved, world.device))
     model = build(flags, None).to_empty(device=world.device)
-    storage = open_storage("", "parts" in saved)
     with one_line():
-        storage.restore_({**saved, "optimizers": []}, model, [])
+        open_storage("", "parts" in saved).restore_({**saved, "optimizers": []}, model, [])
     return model.eval(), flags, saved
 
 
@@ -616,7 +617,7 @@ def evaluate(out: str, device: str, data: tuple[str, ...]) -> None:
         if data:
             flags = replace(flags, data=data, val_data=(), val_fraction=1.0)
             del saved["data"]  # the digest of the run's data
-        _, _, plan = ddp_setup.wait_together(lambda: read_data(flags, saved), world)
+        *_, plan = ddp_setup.wait_together(lambda: read_data(flags, saved), world)
         targets = len(plan.tokens) - 1
         if targets < 1:
             raise click.UsageError("there is no validation data; name other or longer --data")
