@@ -337,7 +337,7 @@ def lock(folder: str) -> IO[str]:
     except BlockingIOError:
         raise BlockingIOError(f"{folder} is in use by another run") from None
     except (ImportError, OSError) as error:
-        warnings.warn(f"nothing keeps a second run out of {folder}: {error}", stacklevel=2)
+        warnings.warn(f"nothing keeps a second run out of {folder}: {error}")
         return file
     for path in Path(folder).glob(f"{TEMPORARY}*"):
         path.unlink(missing_ok=True)

@@ -43,8 +43,7 @@ class World(NamedTuple):
     local_rank: int = 0  # number of this rank on its machine, from 0
     size: int = 1  # number of ranks on all machines
     local_size: int = 1  # number of ranks on this machine
-    # where the model and the batches of this rank belong
-    device: torch.device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # for the model and the batches of this rank
 
 
 def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
@@ -159,7 +158,7 @@ def is_first_failure(store: dist.Store) -> bool:
     try:
         return store.add("failures", 1) == 1
     except dist.DistError:  # The process that served the store has ended.
-        print("Error: lost the store of the process group", file=sys.stderr, flush=True)
+        print("Error: lost the store of the process group", file=sys.stderr)
         return False
 
 
@@ -268,11 +267,11 @@ def from_rank_zero(make: Callable[[], T], world: World) -> T:
 def stop_signals() -> Iterator[Callable[[], bool]]:
     """Catch SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP. Yield a function that tells if one came.
 
-    In the block, these signals do not interrupt the program; one that was ignored before, such as
+    In the block, these signals do not interrupt the program. One that was ignored before, such as
     SIGHUP after nohup, stays so. Call the yielded function once per step, together with gather,
-    because a signal may reach only some ranks. Once true, it stays true. A second SIGINT ends the
-    process with exit code 130, without cleanup. While the main thread waits in a collective, the
-    signals are only noticed afterwards.
+    because a signal may reach only some ranks. Once true, it stays true, and then the signals that
+    would end the process have no effect after the block too. A second SIGINT ends the process with
+    exit code 130, without cleanup. In a collective, the signals are only noticed afterwards.
 
     Only the main thread can use this function or spawn. torchrun and the terminal signal the
     workers of a DataLoader too: give it a worker_init_fn that calls os.setsid().
@@ -288,15 +287,17 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         received.append(number)
 
     # Windows has only the first two.
-    names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    names = "SIGTERM SIGINT SIGUSR1 SIGHUP".split()
+    numbers = {getattr(signal, name, signal.SIGINT) for name in names}
     caught = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
     previous = [signal.signal(number, handle) for number in caught]
     try:
         yield lambda: bool(received)
     finally:
         for number, handler in zip(caught, previous):
-            signal.signal(number, handler)
+            # A launcher may send one more to a rank that is about to end: do not let it kill this.
+            ends = received and handler == signal.SIG_DFL
+            signal.signal(number, handle if ends else handler)
 
 
 # ----------------------------------------------------------- starting several ranks on this machine

@@ -42,8 +42,7 @@ class Report(NamedTuple):
 
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient, before clipping
-    # count of the global batch
-    count: Tensor  # type: ignore[assignment]
+    count: Tensor  # type: ignore[assignment]  # of the global batch
     skipped: Tensor  # number of bad steps (see train_) in this call, up to now
     stop: bool  # a rank asked to stop: your loop must break
 

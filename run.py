@@ -286,7 +286,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
             if divided:
                 batches, loss_fn = fsdp.pad_batches(replica, batches, gpt.loss)
             val_loss = record["val_loss"] = loop.evaluate(replica, batches, loss_fn, dtype)
-            # The best one so far is saved at once. Only rank 0 knows which saves succeeded.
+            # A new best one is saved at once. Only rank 0 knows which saves succeeded.
             due |= ddp_setup.from_rank_zero(lambda: val_loss < best, world)
         if rank0:
             append(storage, flags.out, record)

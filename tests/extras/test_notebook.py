@@ -17,10 +17,7 @@ for package in ("ipykernel", "matplotlib"):
 # processes that it started, as the button of a notebook does, at the fifth of 2,700 steps.
 STOP_LINE = "            if report.stop:\n"
 INTERRUPT = """            if step == 5 and world.rank == 0:
-                import signal, time
-                os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
-"""
-INTERRUPT_AGAIN = """                time.sleep(1)
+                import signal
                 os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
 """
 
@@ -82,21 +79,15 @@ def test_it_trains_on_two_ranks_and_uses_the_result(notebook, folder):
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("lines", [INTERRUPT, INTERRUPT + INTERRUPT_AGAIN])
-def test_an_interrupt_saves_and_stops_and_a_second_one_ends_the_ranks(notebook, folder, lines):
+def test_an_interrupt_saves_and_stops(notebook, folder):
     (script,) = (cell for cell in notebook.cells if cell.id == "script")
     assert script.source.count(STOP_LINE) == script.source.count("range(3)") == 1
-    script.source = script.source.replace(STOP_LINE, lines + STOP_LINE)
+    script.source = script.source.replace(STOP_LINE, INTERRUPT + STOP_LINE)
     script.source = script.source.replace("range(3)", "range(100)")
     cells = execute(notebook, folder)
-    if lines == INTERRUPT:
-        steps = len(losses(folder))
-        assert 5 <= steps < 2700 and f"stopped after step {steps}" in cells["launch"].text
-        assert cells["launch"].text.endswith("the training was interrupted")
-        assert "accuracy" in cells["use"].text  # so model.pt was saved
-    else:
-        assert cells["launch"].error == "KeyboardInterrupt"
-        assert cells["use"].error == "FileNotFoundError"  # The ranks could not save.
+    steps = len(losses(folder))
+    assert 5 <= steps < 2700 and f"stopped after step {steps}" in cells["launch"].text
+    assert not cells["launch"].error and "accuracy" in cells["use"].text  # so model.pt was saved
 
 
 def test_a_changed_script_is_used_by_the_cells_after_it(notebook, folder):

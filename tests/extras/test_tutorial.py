@@ -1,52 +1,59 @@
-"""Each step of extras/tutorial gives the weights of the single-process script, and the last one
-stops and continues."""
+"""The scripts of extras/tutorial give the same weights on one rank and on several, and after a stop."""
 
-import difflib
+import os
 import re
+import subprocess
 from functools import cache
+from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
-from documents import code_blocks
-from scripts import MODULES, STOP, TUTORIAL, Outcome, assert_close, copy, run, start
-
-import ckpt
+import torch.nn.functional as F
+from conftest import ROOT, same
+from scripts import (
+    MODULES,
+    STOP,
+    TUTORIAL,
+    Outcome,
+    assert_close,
+    copy,
+    definitions,
+    numbers,
+    run,
+    start,
+)
+from torch import nn
+from torch.utils.data import DataLoader
 
 SCRIPTS = sorted(TUTORIAL.glob("[0-9]_*.py"))
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """outcome(number, ranks) runs a script where it is, once. Number -1 is script 0 with the rows in
-    the order in which the scripts from 2 on train on them."""
+    """outcome(script, ranks, *args) runs a script in a new folder, once. Returns (Outcome, folder)."""
 
     @cache
-    def run_once(number: int, ranks: int) -> Outcome:
+    def run_once(script: str | Path, ranks: int = 1, *args: object) -> tuple[Outcome, Path]:
+        if script == "hugging_face.py":
+            pytest.importorskip("transformers")
         folder = tmp_path_factory.mktemp("tutorial")
-        if number >= 0:
-            return run(SCRIPTS[number], folder, ranks)
-        order = "shuffle=True", "sampler=chardata.rank_indices(len(train), 0, 1, epoch, 0)"
-        ordered = copy(SCRIPTS[0], folder, "import chardata\n", order)
-        return run(ordered, folder, env={"PYTHONPATH": f"{ROOT}"})
+        return run(script, folder, ranks, *args), folder
 
     return run_once
 
 
-def test_readme_shows_what_changes_from_the_first_script_to_the_third():
-    """Without their docstrings and search paths."""
-    (shown,) = code_blocks((ROOT / "README.md").read_text(), "diff")
-    first, third = (
-        re.sub(
-            r"^(import os\nimport sys\n\n|# The modules .*\nsys\.path.*\n)",
-            "",
-            SCRIPTS[number].read_text().split('"""\n\n', 1)[1],
-            flags=re.MULTILINE,
-        )
-        for number in (0, 2)
-    )
-    changes = difflib.unified_diff(first.splitlines(True), third.splitlines(True), n=99)
-    assert shown.splitlines() == "".join(changes).splitlines()[3:]
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory) -> Outcome:
+    """Run script 0 with the rows in the order in which the scripts from 2 on train on them."""
+    folder = tmp_path_factory.mktemp("ordered")
+    sampler = "(lambda s: s.set_epoch(epoch) or s)(chardata.RankSampler(len(train), 0, 1))"
+    order = "shuffle=True", f"sampler={sampler}"
+    script = copy(SCRIPTS[0], folder, "import chardata\n", order)
+    return run(script, folder, env={"PYTHONPATH": f"{ROOT}"})
+
+
+# ------------------------------------------------------------------------------------- the four steps
 
 
 def test_each_script_imports_one_module_more_than_the_one_before():
@@ -58,8 +65,11 @@ def test_each_script_imports_one_module_more_than_the_one_before():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_each_script_gives_the_weights_and_output_of_the_single_process(outcome, number, ranks):
-    single, distributed = outcome(0 if number == 1 else -1, 1), outcome(number, ranks)
+def test_each_script_gives_the_weights_and_output_of_the_single_process(
+    outcome, ordered, number, ranks
+):
+    single = outcome(SCRIPTS[0])[0] if number == 1 else ordered
+    distributed = outcome(SCRIPTS[number], ranks)[0]
     if (number, ranks) == (2, 2):  # this script prints the loss of rank 0's rows only
         single, distributed = (
             ran._replace(lines=[re.sub(r"loss [0-9.]*", "", line) for line in ran.lines])
@@ -74,7 +84,8 @@ def test_each_script_gives_the_weights_and_output_of_the_single_process(outcome,
 @pytest.mark.parametrize("step, rows", [(40, 2500), (54, 2500), (26, 2497)])
 def test_the_last_script_stopped_on_one_process_continues_on_two(outcome, tmp_path, step, rows):
     shorter = "[:2500]", f"[:{rows}]"
-    unbroken = outcome(4, 1) if rows == 2500 else run(SCRIPTS[4], tmp_path / "u", replace=shorter)
+    whole = rows == 2500
+    unbroken = outcome(SCRIPTS[4])[0] if whole else run(SCRIPTS[4], tmp_path / "u", replace=shorter)
     stopped = run(SCRIPTS[4], tmp_path, stop=step, replace=shorter)
     resumed = run(SCRIPTS[4], tmp_path, 2, replace=shorter)
     first = resumed.lines.pop(0)
@@ -85,23 +96,7 @@ def test_the_last_script_stopped_on_one_process_continues_on_two(outcome, tmp_pa
 def test_a_signal_in_the_last_step_is_no_stop(outcome, tmp_path):
     script = copy(SCRIPTS[4], tmp_path, STOP.format(step=80, last_rank=0))
     done = start(script, tmp_path, 1)
-    assert (done.returncode, done.stdout.splitlines()) == (0, outcome(4, 1).lines)
-
-
-RESUMING = [path for path in sorted(TUTORIAL.glob("*.py")) if "ckpt.newest" in path.read_text()]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("script", RESUMING, ids=lambda path: path.name)
-def test_a_checkpoint_that_cannot_be_read_stays_and_no_older_one_is_used(tmp_path, script, ranks):
-    """It may be good."""
-    (name,) = {*re.findall('ckpt.newest\\("(.*?)"', script.read_text())}
-    old, new = (ckpt.save(tmp_path / name, {"model": {"w": torch.ones(1)}}, n) for n in (1, 2))
-    (tmp_path / name / new.name).unlink()
-    (tmp_path / name / new.name).symlink_to("/proc/self/mem")  # its first bytes give EIO
-    done = start(script, tmp_path, ranks)
-    assert done.returncode == 1 and "[Errno 5] Input/output error" in done.stderr, done
-    assert sorted(path.name for path in (tmp_path / name).iterdir()) == [old.name, new.name]
+    assert (done.returncode, done.stdout.splitlines()) == (0, outcome(SCRIPTS[4])[0].lines)
 
 
 SLOW_SAVE = """
@@ -123,3 +118,174 @@ def test_after_a_stop_all_ranks_wait_until_rank_0_has_saved(tmp_path):
     done = start(copy(SCRIPTS[4], tmp_path, SLOW_SAVE + stop), tmp_path, 2)
     lines = ["end, saved: True", "end, saved: True", "stopped after step 10"]
     assert sorted(done.stdout.splitlines()) == lines, done.stderr
+
+
+# --------------------------------------------------------------------- changes of the last script
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """changed(name) returns 4_checkpoints.py with the changes of a .diff file."""
+
+    @cache
+    def apply(name: str) -> Path:
+        script = copy(SCRIPTS[4], tmp_path_factory.mktemp("changed"))
+        subprocess.run(["git", "apply", TUTORIAL / name], cwd=script.parent, check=True)
+        return script
+
+    return apply
+
+
+# 40 is in the middle of an epoch. After step 54, the last of an epoch, the scheduler has been called.
+@pytest.mark.parametrize("ranks, stop", [(1, 54), (2, 40)])
+@pytest.mark.parametrize("change", ["", "ema.diff"])
+def test_the_schedule_and_the_average_continue_exactly(
+    outcome, changed, tmp_path, ranks, stop, change
+):
+    script = changed(change) if change else SCRIPTS[4]
+    stopped, resumed = run(script, tmp_path, ranks, stop=stop), run(script, tmp_path, ranks)
+    expected = outcome(script, ranks)[0]
+    assert stopped.lines + resumed.lines[1:] == expected.lines
+    assert same(resumed.state, expected.state)
+    rates = [state["scheduler"]["_last_lr"][0] for state in (stopped.state, expected.state)]
+    assert rates[0] > rates[1] == 0  # the rate changes, so the test would notice a wrong one
+    if change:  # The average is another one than the last weights.
+        weights, prefix = expected.state["model"], "ema.module.0."
+        assert not torch.equal(weights[f"{prefix}weight"], weights["model.0.weight"])
+
+
+def test_a_resumed_run_continues_the_same_wandb_run(outcome, changed, tmp_path):
+    pytest.importorskip("wandb")
+    script = changed("wandb_logging.diff")
+    env = {name: "" for name in os.environ if name.startswith("WANDB_")}
+    env |= {f"WANDB_{name}_DIR": f"{tmp_path / name}" for name in ("CONFIG", "CACHE", "DATA")}
+    env |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    stopped = run(script, tmp_path, 1, stop=40, env=env)
+    resumed = run(script, tmp_path, 2, env=env)
+    whole = resumed._replace(lines=stopped.lines + resumed.lines[1:])
+    assert_close(whole, outcome(SCRIPTS[4])[0])  # the script without the logger
+    # One folder for each start, although one had two ranks. Its name ends with the run's id.
+    folders = [*(tmp_path / "wandb").glob("offline-run-*")]
+    assert [path.name.split("-")[-1] for path in folders] == [resumed.state["run_id"]] * 2
+    for path in folders:
+        (log,) = path.glob("*.wandb")
+        assert b"grad_norm" in log.read_bytes() and b"accuracy" in log.read_bytes()
+
+
+# --------------------------------------------------------------------------------- stream, own data
+
+
+@pytest.fixture(scope="module")
+def stream():
+    return definitions("stream.py")
+
+
+@pytest.mark.parametrize("position, size, workers", [(0, 2, 2), (2300, 3, 0), (5000, 3, 2)])
+def test_ranks_and_workers_divide_the_rows_of_each_global_batch(stream, position, size, workers):
+    parts = [
+        DataLoader(stream["RankBatches"](position, rank, size), None, num_workers=workers)
+        for rank in range(size)
+    ]
+    rows = list(islice(stream["read_stream"](), position, None))
+    batches = [rows[first : first + 100] for first in range(0, len(rows), 100)]
+    for batch, of_ranks in zip(batches, zip(*parts, strict=True), strict=True):
+        for rank, (inputs, targets) in enumerate(of_ranks):
+            mine = batch[rank::size]
+            assert torch.equal(inputs, torch.tensor([x for x, _ in mine]).reshape(-1, 20))
+            assert targets.tolist() == [y for _, y in mine] and targets.dtype == torch.long
+
+
+# On 3 ranks, the last rank has no row in the last step.
+@pytest.mark.parametrize("ranks, workers", [(1, 2), (2, 2), (3, 0)])
+def test_the_stream_gives_the_weights_of_a_plain_loop(outcome, stream, ranks, workers):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = list(stream["read_stream"]())
+    for first in range(0, len(rows), 100):
+        x, y = map(torch.tensor, zip(*rows[first : first + 100]))
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+    ended, _ = outcome("stream.py", ranks, workers)
+    assert_close(ended, Outcome(ended.lines, model.state_dict()))
+    assert (ended.state["position"], len(ended.lines)) == (5002, 5)
+
+
+# After step 50, only 2 rows are left.
+@pytest.mark.parametrize("stop, before, after", [(23, (2, 2), (2, 2)), (50, (1, 0), (3, 0))])
+def test_a_stream_that_was_stopped_continues_with_the_next_row(
+    outcome, tmp_path, stop, before, after
+):
+    stopped = run("stream.py", tmp_path, *before, stop=stop)
+    assert stopped.state["position"] == 100 * stop
+    resumed = run("stream.py", tmp_path, *after)
+    first = resumed.lines.pop(0)
+    assert first == f"continuing after step {stop}; to start again, delete out-stream"
+    expected, _ = outcome("stream.py", *after)
+    assert_close(resumed._replace(lines=stopped.lines + resumed.lines), expected)
+    if before == after:
+        assert same(resumed.state, expected.state)
+
+
+def test_an_error_beside_workers_of_a_dataloader_ends_the_program(tmp_path):
+    line = "        position = position + "
+    failing = line, f"        raise RuntimeError('mine')\n{line}"
+    done = start(copy(TUTORIAL / "stream.py", tmp_path, replace=failing), tmp_path, 2, 2)
+    assert done.returncode == 1 and "RuntimeError: mine" in done.stderr
+
+
+def test_augmentation_depends_on_epoch_and_index_only():
+    script = definitions("images.py")
+    images, labels = script["make_images"](40)
+
+    def augmented(images: torch.Tensor, epoch: int, order=range(40)) -> dict[int, bytes]:
+        data = script["Augmented"](images, labels, epoch)
+        return {i: data[i][0].numpy().tobytes() for i in order}
+
+    first, other_epoch = augmented(images, 0), augmented(images, 1)
+    assert augmented(images, 0, reversed(range(40))) == first
+    assert sum(first[i] == other_epoch[i] for i in first) < 5  # one of 50 is the same by chance
+    same_image = augmented(images[:1].expand(40, -1, -1, -1), 0)
+    assert len({*same_image.values()}) > 10  # the index matters
+
+
+# --------------------------------------------------------------------------------------- own models
+
+
+@pytest.mark.parametrize("name", ["hugging_face.py", "frozen_and_unused.py", "images.py"])
+def test_two_ranks_give_the_losses_and_weights_of_one(outcome, name):
+    one, two = (outcome(name, ranks)[0] for ranks in (1, 2))
+    assert_close(two, one)
+    losses = numbers(one.lines)[1::3]
+    assert len(losses) == 3 and losses[-1] < 0.7 * losses[0]  # the model learns
+
+
+def test_transformers_reads_the_model_and_computes_the_printed_loss(outcome):
+    """The reference takes one sequence at a time, without padding, mask and labels."""
+    transformers = pytest.importorskip("transformers")
+    one, folder = outcome("hugging_face.py", 1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    torch.manual_seed(0)
+    make_sequences = definitions("hugging_face.py")["make_sequences"]
+    _, test = make_sequences(480), make_sequences(90)
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(model(s[None]).logits[0, :-1], s[1:], reduction="none") for s in test
+        ]
+    assert numbers(one.lines)[-1] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-4)
+
+
+def test_frozen_parameters_and_buffers_do_not_change(outcome, tmp_path):
+    before = run("frozen_and_unused.py", tmp_path, replace=("range(3)", "range(0)")).state
+    after = outcome("frozen_and_unused.py", 2)[0].state
+    unchanged = {name for name in before if torch.equal(before[name], after[name])}
+    assert unchanged == {name for name in before if name.startswith("encoder.")}
+
+
+def test_without_the_flag_two_ranks_fail_and_the_error_names_it(tmp_path):
+    flag = ", find_unused_parameters=True)", ")"
+    done = start(copy(TUTORIAL / "frozen_and_unused.py", tmp_path, replace=flag), tmp_path, 2)
+    assert done.returncode == 1 and "find_unused_parameters=True" in done.stderr
+    assert not (tmp_path / "model.pt").exists()

@@ -49,12 +49,12 @@ def test_a_rank_that_is_lost_ends_the_others(what, short, trials, tmp_path):
         about = fault, size, ended
         own = ended.codes.pop(rank)
         assert {*ended.codes} == {1} and own == (1 if what == "raise" else -9), about
-        # Each rank that has lost rank 0 with its store may say so.
+        # Rank 0 serves the store. Each rank that has lost it may say so.
         lost = count("^Error: lost the store|^Timeout", ended.text)
-        assert lost <= (size - 1 if rank == 0 else 0), about
+        assert lost <= (size - 1 if rank == 0 else size - 2), about
         has_cause = what == "raise" or rank
         assert count("^Traceback", ended.text) == bool(has_cause) and (has_cause or lost), about
-        assert count("^RuntimeError: the cause", ended.text) == (what == "raise"), about
+        assert ("RuntimeError: the cause" in ended.text) == (what == "raise"), about
         assert not has_cause or "/run.py" in ended.text, about
         assert "terminate called" not in ended.text, about
 
