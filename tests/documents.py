@@ -17,7 +17,7 @@ FOREIGN_FLAGS = {
     "tests/bench.py": "--gpu --nanogpt",
     "pytest": "--dist",
     "pip": "--index-url",
-    "others": "--logdir --no-index --check --out_dir --init_from",
+    "others": "--bpe --logdir --no-index --check --out_dir --init_from",
 }
 
 

@@ -53,4 +53,5 @@ def test_every_extra_is_in_the_table():
 def test_messages_of_the_troubleshooting_exist():
     sources = [*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")]
     assert len(quoted_messages(TROUBLESHOOTING)) > 15
-    assert not unknown_messages(TROUBLESHOOTING, sources)
+    foreign = {"process … terminated with signal SIGKILL"}  # of torch
+    assert {*unknown_messages(TROUBLESHOOTING, sources)} == foreign
