@@ -146,7 +146,7 @@ def resume_(
         entry, state, rejected = newest(folder, list_checkpoints(folder))
         for name, reason in rejected.items():
             set_aside(folder, name)
-            warnings.warn(f"{name}: {reason}; set aside", stacklevel=2)
+            warnings.warn(f"{name}: {reason}; set aside")
         more = {key: state[key] for key in state.keys() - {"model", "optimizers"}}
         return entry and entry.step, more
 

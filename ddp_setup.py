@@ -152,21 +152,20 @@ def open_store(world: World, timeout: float) -> dist.Store:
 def is_first_failure(store: dist.Store) -> bool:
     """Return whether no other rank has failed before this one.
 
-    A rank calls this before its connections close, so its own error comes before those of the ranks
-    that lose the connection to it.
+    A rank calls this before its connections close, so before the ranks that lose it.
     """
+    faulthandler.dump_traceback_later(10, exit=True)  # A lost machine does not answer.
     try:
         return store.add("failures", 1) == 1
     except dist.DistError:  # The process that served the store has ended.
         print("Error: lost the store of the process group", file=sys.stderr)
         return False
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def use_device(name: str, world: World) -> World:
-    """Return `world` with the device of this rank. Select this GPU, or set torch's threads.
-
-    ValueError if this rank cannot have the device.
-    """
+    """Return `world` with the device of this rank. Select this GPU, or set torch's threads."""
     mps = torch.backends.mps.is_available() and world.size == 1
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -276,7 +275,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     Only the main thread can use this function or spawn. torchrun and the terminal signal the
     workers of a DataLoader too: give it a worker_init_fn that calls os.setsid().
     """
-    received, owner = list[int](), os.getpid()
+    received, owner = [], os.getpid()  # type: ignore[var-annotated]
 
     def handle(number: int, _: object) -> None:
         # A forked child inherits this handler, but Process.terminate() must end the child.

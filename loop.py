@@ -236,7 +236,7 @@ def group_batches(
     count: returns the number of losses of a batch, by default the rows of (x, y).
     The process group must be able to sum CPU tensors: NCCL alone cannot, "cpu:gloo,cuda:nccl" can.
     """
-    remaining, spare = iter(batches), list[Any]()
+    remaining, spare = iter(batches), []  # type: ignore[var-annotated]
     while True:
         own = list(islice(remaining, accum))
         sums = torch.tensor([sum(map(count, own)), len(own)], dtype=torch.float64)
