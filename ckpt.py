@@ -296,7 +296,9 @@ def newest(
 
 def list_checkpoints(folder: str) -> list[Entry]:
     """Return the checkpoints in a folder, lowest step first; [] if there is no folder."""
-    return parse_names(os.listdir(folder)) if os.path.isdir(folder) else []
+    with suppress(FileNotFoundError, NotADirectoryError):  # Any other error may pass.
+        return parse_names(os.listdir(folder))
+    return []
 
 
 def parse_names(names: Iterable[str]) -> list[Entry]:
@@ -306,10 +308,7 @@ def parse_names(names: Iterable[str]) -> list[Entry]:
 
 
 def superseded(entries: Sequence[Entry], keep: int) -> list[Entry]:
-    """Return the entries to delete: all but the last `keep` and the one of lowest loss.
-
-    entries: lowest step first, and not empty. keep: 0 keeps all.
-    """
+    """Return which of the entries, lowest step first, the argument `keep` of save() deletes."""
     best = min(reversed(entries), key=lambda entry: entry.loss)  # of equal losses, the newest
     return [entry for entry in entries[:-keep] if entry != best]
 
@@ -340,7 +339,7 @@ def lock(folder: str) -> IO[str]:
         warnings.warn(f"nothing keeps a second run out of {folder}: {error}")
         return file
     for path in Path(folder).glob(f"{TEMPORARY}*"):
-        path.unlink(missing_ok=True)
+        path.unlink()
     return file
 
 
