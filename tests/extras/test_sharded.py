@@ -103,6 +103,7 @@ def fail(rank, folder):
     with ddp_setup.process_group("cpu", 60) as world:
         model, optimizers = build(world, "fsdp")
         sharded.save(folder, sharded.snapshot(model, optimizers), 1)
+        ddp_setup.gather(None, world)  # rank 0 looks for the part of rank 1 before it has saved
         if rank == 1:
             shutil.rmtree(f"{folder}/part-1")
             Path(folder, "part-1").touch()
