@@ -252,10 +252,7 @@ def save(folder: str, state: State, step: int, loss: float = math.inf, keep: int
         raise error.__context__ or error
     finally:
         temporary.unlink(missing_ok=True)
-    entries = list_checkpoints(folder)
-    current = [each for each in entries if each.step != step or each == entry]
-    kept = {*current} - {*superseded(current, keep)}
-    for old in {*entries} - kept:
+    for old in superseded(list_checkpoints(folder), entry, keep):
         with suppress(OSError):  # The checkpoint is written, and the next save tries again.
             Path(folder, old.name).unlink()
     return entry
@@ -307,10 +304,11 @@ def parse_names(names: Iterable[str]) -> list[Entry]:
     return sorted(Entry(int(m[1]), m[0], float(m[2] or "inf")) for m in matches)
 
 
-def superseded(entries: Sequence[Entry], keep: int) -> list[Entry]:
-    """Return which of the entries, lowest step first, the argument `keep` of save() deletes."""
-    best = min(reversed(entries), key=lambda entry: entry.loss)  # of equal losses, the newest
-    return [entry for entry in entries[:-keep] if entry != best]
+def superseded(entries: Sequence[Entry], new: Entry, keep: int) -> set[Entry]:
+    """Return which entries, lowest step first, save() deletes after `new` is written."""
+    current = [each for each in entries if each.step != new.step or each == new]
+    best = min(reversed(current), key=lambda entry: entry.loss)  # of equal losses, the newest
+    return {*entries} - {*current[-keep:], best}
 
 
 def set_aside(folder: str, name: str) -> None:

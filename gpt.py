@@ -144,6 +144,7 @@ class GPT(nn.Module):
         self.checkpoint_activations, gpt2 = False, config.arch == "gpt2"
         # Not a method: in a deep copy, a compiled method would stay bound to the original.
         self.after_lookup = after_lookup
+        # On the device "meta", nn.Embedding(V, C) would import 800 modules, for a second.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.embedding = embedding(torch.empty(config.vocab, C))
         if gpt2:
@@ -346,16 +347,20 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
         return orthogonalize(x.mT, dtype).mT
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     y = (x / norm.clamp(min=1e-7)).to(dtype)
-    # It is faster to compute the product of two or three P from A alone, because an iteration
-    # replaces A by P A P. With more of them, rounding errors could grow without limit.
-    for count in (3, 2):
+    # With more columns than rows, it is faster to compute the product of two or three P from A
+    # alone, because an iteration replaces A by P A P. With more P, rounding errors could grow
+    # without limit.
+    for count in (3, 2) if y.shape[1] < y.shape[2] else (1,) * 5:
         gram = y @ y.mT
-        product = torch.eye(len(gram[0])).to(gram).expand_as(gram)
         for left in reversed(range(count)):
             z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # P without a I
-            product = torch.baddbmm(product, z, product, beta=a)
             for _ in range(2 if left else 0):
                 gram = torch.baddbmm(gram, z, gram, beta=a)
+            if left == count - 1:
+                product = z
+                z.diagonal(dim1=1, dim2=2).add_(a)
+            else:
+                product = torch.baddbmm(product, z, product, beta=a)
         y = product @ y
     return y.to(x.dtype)
 

@@ -174,8 +174,7 @@ NOT_RESTORED = set(
 def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> int:
     """Train until the last step or a stop signal; return the exit code. Every rank runs this.
 
-    given: the flags that the user set.
-    stop: tells whether this rank has got a stop signal.
+    given: the flags that the user set. stop: tells whether this rank has got a stop signal.
     """
     rank0, place = world.rank == 0, {"rank": world.rank, "world_size": world.size}
     tell: Callable[[str], object] = say if rank0 else lambda text: None
@@ -198,7 +197,6 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
     if start >= total:
         tell(f"The run in {flags.out} has done {start} steps. To continue, give more --steps.")
         return DONE
-
     flags = replace(flags, vocab=corpus.vocab, lr=lr)
     divided = flags.strategy != "ddp"
     model = build(flags, None if divided else flags.seed)
@@ -232,12 +230,6 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
         f"Training: {size:,} parameters on {world.size} x {world.device.type} in {flags.dtype} "
         f"with {flags.optimizer}, steps {start + 1} to {total}, in {flags.out}"
     )
-    constants = {
-        "version": __version__,
-        "data": corpus.digest,
-        "config": vars(flags),
-        "chars": corpus.chars,
-    }
     steps: Any = chardata.steps(plan, **place, accum=flags.accum, start=start)
     loss_fn: Any = gpt.loss
     if divided:
@@ -266,17 +258,18 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
         due = ends or step % flags.save_every == 0
         if not (due or evaluating or step % flags.log_every == 0):
             continue
+        tokens = tokens_at(step)
         record: Values = {
             "step": step,
             "epoch": step / per_epoch,
-            "tokens": tokens_at(step),
+            "tokens": tokens,
             "loss": float(report.loss),  # waits for the device
             "grad_norm": float(report.grad_norm),
             "lr": lr * lr_at(step - 1),
             "skipped": int(report.skipped),
             "time": time.time(),
         }
-        rate = (record["tokens"] - logged) / (time.perf_counter() - logged_at)
+        rate = (tokens - logged) / (time.perf_counter() - logged_at)
         record |= {"tokens_per_s": rate, "tflops": rate * gpt.flops_per_token(model.config) / 1e12}
         if saving and (due or evaluating or saving.done()):
             best, saving = min(best, finish(saving)), None
@@ -290,10 +283,17 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
             due |= ddp_setup.from_rank_zero(lambda: val_loss < best, world)
         if rank0:
             append(storage, flags.out, record)
-            say(format_record(record, total, (tokens_at(total) - record["tokens"]) / rate))
+            say(format_record(record, total, (tokens_at(total) - tokens) / rate))
         if due:
             copy = storage.snapshot(
-                replica, optimizers, **constants, step=step, scaler=scaler.state_dict()
+                replica,
+                optimizers,
+                version=__version__,
+                step=step,
+                data=corpus.digest,
+                chars=corpus.chars,
+                config=vars(flags),
+                scaler=scaler.state_dict(),
             )
             if copy:  # Ranks that write nothing have {}.
                 saving = pool.submit(storage.save, flags.out, copy, step, val_loss, flags.keep)
@@ -301,7 +301,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
         if ends:
             break
         # The rate leaves out evaluations and the copies of saves.
-        logged, logged_at = record["tokens"], time.perf_counter()
+        logged, logged_at = tokens, time.perf_counter()
     lost = any(ddp_setup.gather(saving and math.isnan(finish(saving)), world))
     del lock
     if lost:
