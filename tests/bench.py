@@ -41,6 +41,7 @@ import chardata  # noqa: E402
 import ddp_setup  # noqa: E402
 import gpt  # noqa: E402
 import loop  # noqa: E402
+import run  # noqa: E402
 
 Step = Callable[[], Any]
 Times = dict[str, list[float]]  # the seconds of each call of each candidate
@@ -69,7 +70,6 @@ SHAPES = {
     "large": Shape(6, 6, 384, 256, 16),
     "gpt2": Shape(12, 12, 768, 1024, 32, 50304),
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 # -------------------------------------------------- candidates: each function returns a step to call
@@ -333,15 +333,9 @@ def compare(shape: Shape, times: Times, name: str, other: str) -> None:
 
 def bench(shape: Shape, device: str, seconds: float, nanogpt_folder: str | None) -> None:
     """Print the rows of one shape."""
-    products: dict[str, Candidate] = {
-        f"product, {name}": (matrix_product, dtype) for name, dtype in DTYPES.items()
-    }
-    times = measure(1, device, min(seconds, 5), shape, products)
-    compare(shape, times, "product, bfloat16", "product, float32")
-    slower, faster = (statistics.median(times[name]) for name in products)
-    name = "bfloat16" if faster < slower / 1.25 else "float32"
+    name = run.default_dtype(torch.device(device))
     compiled, muon, product = f"{name}, compiled", f"{name}, compiled, Muon", f"product, {name}"
-    dtype = DTYPES[name]
+    dtype = getattr(torch, name)
     others: dict[str, Candidate] = {
         package: (function, dtype)
         for package, function in (("accelerate", accelerate), ("lightning_fabric", fabric))
@@ -351,7 +345,7 @@ def bench(shape: Shape, device: str, seconds: float, nanogpt_folder: str | None)
         name: (ours, dtype),
         compiled: (ours, dtype, True),
         muon: (ours, dtype, True, True),
-        product: products[product],
+        product: (matrix_product, dtype),
         **others,
     }
     if device == "cpu":  # On a GPU, these two are slow and need much memory.
