@@ -2,7 +2,7 @@
 
     corpus = read(list_files("data/*.txt"), "char")
     train, val = split(corpus.tokens, 0.1)
-    plan = BatchPlan(train, block_size=256, batch_size=16, seed=0, vocab=corpus.vocab)
+    plan = BatchPlan(train, block_size=256, batch_size=16, seed=0)
     for micro_batches, count in steps(plan, rank=rank, world_size=world_size, start=0):
         # count: number of targets in the global batch, or 0 if this rank has no window
         for x, y in micro_batches:
@@ -55,7 +55,6 @@ class BatchPlan(NamedTuple):
     block_size: int  # inputs per window
     batch_size: int  # windows per global batch
     seed: int = 0  # determines the order and the offset of the windows
-    vocab: int | None = None  # if given, all ids must be below it
 
 
 def list_files(data: str) -> list[str]:
@@ -87,7 +86,10 @@ def read(
     if any(name.endswith((".bin", ".npy")) for name in (*files, *val_files)):
         chars = ""
         arrays = [_read_ids(group) for group in groups]
-        size = vocab or 64 * (max(int(array.max(initial=0)) for array in arrays) // 64 + 1)
+        highest = max(int(array.max(initial=0)) for array in arrays)
+        size = vocab or 64 * (highest // 64 + 1)
+        if highest >= size:
+            raise ValueError(f"the data has the id {highest}, too high for --vocab {size}")
     else:
         texts = [b"\n".join(Path(name).read_bytes() for name in group) for group in groups]
         if not files:
@@ -192,11 +194,9 @@ def steps(
     windows. The global batches do not depend on `world_size` and `accum`, so a run can resume with
     other values. A rank without a window gets the count 0 and a substitute micro-batch: it must
     run forward and backward on that, with the weight 0, because the other ranks wait for it.
-
-    ValueError if this rank reads an id that is not below plan.vocab.
     """
     _check_rank(rank, world_size)
-    tokens, T, batch_size, seed, vocab = plan
+    tokens, T, batch_size, seed = plan
     total, per_epoch = num_windows(plan), steps_per_epoch(plan)
     windows = sliding_window_view(tokens, T + 1)
     for step in count(start):
@@ -207,7 +207,7 @@ def steps(
         order = permute(np.array(mine or [first]), total, _key(seed, epoch, "order"))
         # With the largest offset, the last target of the epoch is the last token of the data.
         offset = _key(seed, epoch, "offset") % (len(tokens) - total * T)
-        rows = _to_tensor(windows[offset + order * T], vocab)
+        rows = torch.from_numpy(windows[offset + order * T].astype(np.int64))
         parts = rows.tensor_split(min(accum, len(rows)))
         yield [(part[:, :-1], part[:, 1:]) for part in parts], size * T if mine else 0
 
@@ -220,22 +220,16 @@ def every_window(plan: BatchPlan, *, rank: int = 0, world_size: int = 1) -> Iter
     on each rank. Ranks can have different numbers of batches, and some can have none.
     """
     _check_rank(rank, world_size)
-    tokens, T, batch_size, _, vocab = plan
+    tokens, T, batch_size, _ = plan
     targets = max(0, len(tokens) - 1)
     # The last rank has the fewest whole windows, because it also takes the targets after them.
     first, stop = (math.ceil(targets // T * r / world_size) * T for r in (rank, rank + 1))
     end = targets if rank == world_size - 1 else stop
     # Each batch lies between two edges.
     for begin, end in pairwise(sorted({*range(first, stop, batch_size * T), stop, end})):
-        row = _to_tensor(tokens[begin : end + 1], vocab)
+        row = torch.from_numpy(tokens[begin : end + 1].astype(np.int64))
         width = min(T, end - begin)
         yield row[:-1].view(-1, width), row[1:].view(-1, width)
-
-
-def _to_tensor(ids: np.ndarray, vocab: int | None) -> torch.Tensor:
-    if vocab and ids.max() >= vocab:
-        raise ValueError(f"the tokens have the id {ids.max()}; the vocabulary ends at {vocab - 1}")
-    return torch.from_numpy(ids.astype(np.int64))
 
 
 # ----------------------------------------------------------------------------------------- shuffle

@@ -229,7 +229,8 @@ def save(folder: str, state: State, step: int, loss: float = math.inf, keep: int
     """Write a checkpoint durably: when this returns, it survives a power failure.
 
     After an error, the earlier checkpoints are untouched. Another checkpoint of the same step is
-    replaced. keep: all but the `keep` highest steps and the lowest loss are deleted; 0 keeps all.
+    replaced. keep: all but this one, the `keep` highest steps and the lowest loss are deleted; 0
+    keeps all.
 
     ValueError if the state is empty, as on ranks above 0. UnpicklingError if it has a value that
     torch.load(weights_only=True) refuses.
@@ -308,7 +309,7 @@ def superseded(entries: Sequence[Entry], new: Entry, keep: int) -> set[Entry]:
     """Return which entries, lowest step first, save() deletes after `new` is written."""
     current = [each for each in entries if each.step != new.step or each == new]
     best = min(reversed(current), key=lambda entry: entry.loss)  # of equal losses, the newest
-    return {*entries} - {*current[-keep:], best}
+    return {*entries} - {*current[-keep:], best, new}
 
 
 def set_aside(folder: str, name: str) -> None:

@@ -113,7 +113,7 @@ def process_group(device: str = "auto", timeout: float = 600.0) -> Iterator[Worl
             gather(None, world)
         except RuntimeError as error:
             raise ConnectionError(
-                f"rank {world.rank}: not all {world.size} ranks joined"
+                f"rank {world.rank}: not all {world.size} ranks joined: {error}"
             ) from error
         yield world
         dist.destroy_process_group()
@@ -137,7 +137,7 @@ def open_store(world: World, timeout: float) -> dist.Store:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise ConnectionError(f"rank {world.rank}: no answer from {address}") from error
+        raise ConnectionError(f"rank {world.rank}: no answer from {address}: {error}") from error
     finally:
         faulthandler.cancel_dump_traceback_later()
     # torchrun and spawn keep one store for all groups and all restarts. Without keys of its own, a
@@ -194,6 +194,7 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
     """Move the model to world.device and, for several ranks, wrap it in DistributedDataParallel.
 
     All ranks must call this function, with the same architecture. All get the weights of rank 0.
+    Sparse gradients and complex parameters are not supported.
 
     ddp: further arguments of DistributedDataParallel.
     """
@@ -268,9 +269,10 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
     In the block, these signals do not interrupt the program. One that was ignored before, such as
     SIGHUP after nohup, stays so. Call the yielded function once per step, together with gather,
-    because a signal may reach only some ranks. Once true, it stays true, and then the signals that
-    would end the process have no effect after the block too. A second SIGINT ends the process with
-    exit code 130, without cleanup. In a collective, the signals are only noticed afterwards.
+    because a signal may reach only some ranks. Once true, it stays true, and then the signals but
+    SIGINT do not end the process after the block either. A second SIGINT in the block ends the
+    process with exit code 130, without cleanup. In a collective, the signals are only noticed
+    afterwards.
 
     Only the main thread can use this function or spawn. torchrun and the terminal signal the
     workers of a DataLoader too: give it a worker_init_fn that calls os.setsid().

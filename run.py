@@ -19,7 +19,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -171,13 +171,13 @@ NOT_RESTORED = set(
 # ------------------------------------------------------------------------------------------- train
 
 
-def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> int:
+def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool], pool: Executor) -> int:
     """Train until the last step or a stop signal; return the exit code. Every rank runs this.
 
-    given: the flags that the user set. stop: tells whether this rank has got a stop signal.
+    given: the flags that the user set. stop: whether this rank got a stop signal. pool: for saves.
     """
     rank0, place = world.rank == 0, {"rank": world.rank, "world_size": world.size}
-    tell: Callable[[str], object] = say if rank0 else lambda text: None
+    tell: Any = say if rank0 else lambda text: None
     together = partial(ddp_setup.wait_together, world=world)  # raises a rank's error on all ranks
     asked = Flags(**given)
     storage = together(
@@ -195,7 +195,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
     start = saved.get("step", 0)
     total, lr, lr_at = make_schedule(flags, plan)
     if start >= total:
-        tell(f"The run in {flags.out} has done {start} steps. To continue, give more --steps.")
+        tell(f"The run in {flags.out} has done {start} steps. To go on, raise --epochs or --steps.")
         return DONE
     flags = replace(flags, vocab=corpus.vocab, lr=lr)
     divided = flags.strategy != "ddp"
@@ -221,7 +221,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
     scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
 
     # Nothing is written to --out before this line. The lock is held while its name exists.
-    lock = together(lambda: rank0 and prepare_folder(flags.out, storage, saved))
+    _lock = together(lambda: rank0 and prepare_folder(flags.out, storage, saved))
     saved.clear()  # frees memory
     if rank0:
         append(storage, flags.out, {"config": vars(flags), "ranks": world.size})
@@ -248,13 +248,14 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
         stop=stop,
         sync_each=divided,
     )
-    pool = ThreadPoolExecutor(1)
     saving: Future[Any] | None = None  # the latest save of this rank, until its result is known
     tokens_at, per_epoch = partial(chardata.tokens_before, plan), chardata.steps_per_epoch(plan)
     logged, logged_at, best = tokens_at(start), time.perf_counter(), math.inf
     for step, report in training:
         ends = report.stop or step == total
-        evaluating = len(val_plan.tokens) > 1 and (step == total or step % flags.eval_every == 0)
+        evaluating = len(val_plan.tokens) > 1 and (
+            step == total or step % flags.eval_every == 0 and not report.stop
+        )
         due = ends or step % flags.save_every == 0
         if not (due or evaluating or step % flags.log_every == 0):
             continue
@@ -274,7 +275,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
         if saving and (due or evaluating or saving.done()):
             best, saving = min(best, finish(saving)), None
         val_loss = math.inf
-        if evaluating and not report.stop:
+        if evaluating:
             batches: Any = chardata.every_window(val_plan, **place)
             if divided:
                 batches, loss_fn = fsdp.pad_batches(replica, batches, gpt.loss)
@@ -303,7 +304,6 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool]) -> in
         # The rate leaves out evaluations and the copies of saves.
         logged, logged_at = tokens, time.perf_counter()
     lost = any(ddp_setup.gather(saving and math.isnan(finish(saving)), world))
-    del lock
     if lost:
         return FAILED
     if step < total:
@@ -395,8 +395,7 @@ def complete_flags(given: Values, saved: Values, device: torch.device) -> Values
     restored = {name: config[name] for name in config.keys() & OPTIONS.keys() - NOT_RESTORED}
     values = defaults | restored | given
     for name in ("data", "val_data"):  # for a start from another working folder
-        names = values.get(name, ())
-        values[name] = [n if "://" in n else os.path.abspath(n) for n in names]
+        values[name] = [n if "://" in n else os.path.abspath(n) for n in values.get(name, ())]
     if divided and values["optimizer"] == "muon":
         raise ValueError(f"--strategy {given['strategy']} needs --optimizer adamw")
     return values
@@ -446,10 +445,9 @@ def read_data(
         tokens, val_tokens = chardata.split(tokens, flags.val_fraction)
     if flags.eval_tokens:
         val_tokens = val_tokens[: flags.eval_tokens + 1]
-    size = flags.block_size
-    plan = chardata.BatchPlan(tokens, size, flags.batch_size, flags.seed, corpus.vocab)
+    plan = chardata.BatchPlan(tokens, flags.block_size, flags.batch_size, flags.seed)
     # An evaluation has up to 8192 tokens in a batch.
-    return corpus, plan, plan._replace(tokens=val_tokens, batch_size=8192 // size or 1)
+    return corpus, plan, plan._replace(tokens=val_tokens, batch_size=8192 // flags.block_size or 1)
 
 
 @one_line()
@@ -464,10 +462,12 @@ def make_schedule(
     # al., 2024). The numbers are measured: see tests/README.md.
     factor = 2 if flags.optimizer == "adamw" else 5
     lr = flags.lr or factor / (flags.embd * min(total, 5000) ** 0.25)
-    decay_steps = total if flags.schedule == "linear" else math.ceil(total / 5)
-    shape: Any = partial(loop.linear, decay_steps=decay_steps)
-    if flags.schedule == "cosine":
-        shape = loop.cosine
+    shapes: Values = {
+        "linear": loop.linear,
+        "cosine": loop.cosine,
+        "constant": partial(loop.linear, decay_steps=math.ceil(total / 5)),
+    }
+    shape = shapes[flags.schedule]
     warmup_steps, floor = round(flags.warmup * total), flags.min_lr / lr
     return total, lr, partial(shape, total=total, warmup_steps=warmup_steps, floor=floor)
 
@@ -491,6 +491,9 @@ def prepare_folder(out: str, storage: Any, saved: Values) -> object:
     lock = storage.lock(out)
     for name in saved.get("rejected", ()):
         storage.set_aside(out, name)
+    for entry in storage.list_checkpoints(out)[-1:]:
+        if entry.name != saved.get("name"):
+            raise BlockingIOError(f"{out}: another run has just written {entry.name}; start again")
     return lock
 
 
@@ -645,12 +648,14 @@ def join_group(device: str, timeout: float = 600.0) -> Iterator[ddp_setup.World]
 def run_rank(given: Values) -> int:
     """Join the other ranks and train; return the exit code."""
     flags = Flags(**given)
-    with join_group(flags.device, flags.timeout) as world, ddp_setup.stop_signals() as stop:
+    group = join_group(flags.device, flags.timeout)
+    # Before a failed rank leaves the group, its save ends: else its error would not be the first.
+    with group as world, ddp_setup.stop_signals() as stop, ThreadPoolExecutor(1) as pool:
         if sys.platform == "linux" and world.device.type == "cpu":
             # Let glibc keep freed memory for the next step, which takes 5 % less time then.
             mallopt = ctypes.CDLL(None).mallopt
             mallopt(-3, 1 << 25), mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        return train(given, world, stop)
+        return train(given, world, stop, pool)
 
 
 def read_config(ctx: click.Context, _: click.Parameter, file: Any) -> None:
@@ -688,8 +693,8 @@ def cli(ctx: click.Context, /, **values: Any) -> int:
     environment variable (DDPKIT_BATCH_SIZE), or a line in a --config file.
     """
     if command := ctx.invoked_subcommand:
-        if ParameterSource.COMMANDLINE in map(ctx.get_parameter_source, values):
-            raise click.UsageError(f"give flags after the command {command}")
+        if ctx.default_map or ParameterSource.COMMANDLINE in map(ctx.get_parameter_source, values):
+            raise click.UsageError(f"give no --config, and flags only after the command {command}")
         return DONE
     # "auto" is as if the flag were not given: a resumed run keeps what it had.
     given = {
