@@ -14,7 +14,7 @@ FOREIGN_FLAGS = {
     "--local-addr --standalone --shutdown-timeout",
     "srun, sbatch": "--nodes --ntasks-per-node --gpus-per-node --cpu-bind --exclusive --time --signal "
     "--requeue --open-mode",
-    "tests/bench.py": "--gpu --nanogpt",
+    "tests/bench.py": "--gpu --nanogpt --seconds",
     "pytest": "--dist",
     "pip": "--index-url",
     "others": "--bpe --logdir --no-index --check --out_dir --init_from",
