@@ -228,9 +228,8 @@ def difference(theirs: State, ours: State) -> str:
 def save(folder: str, state: State, step: int, loss: float = math.inf, keep: int = 0) -> Entry:
     """Write a checkpoint durably: when this returns, it survives a power failure.
 
-    After an error, the earlier checkpoints are untouched. Another checkpoint of the same step is
-    replaced. keep: all but this one, the `keep` highest steps and the lowest loss are deleted; 0
-    keeps all.
+    After an error, the earlier checkpoints are untouched. One of the same step is replaced.
+    keep: besides this one, only the `keep` highest steps and the lowest loss stay; 0 keeps all.
 
     ValueError if the state is empty, as on ranks above 0. UnpicklingError if it has a value that
     torch.load(weights_only=True) refuses.

@@ -269,10 +269,9 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
     In the block, these signals do not interrupt the program. One that was ignored before, such as
     SIGHUP after nohup, stays so. Call the yielded function once per step, together with gather,
-    because a signal may reach only some ranks. Once true, it stays true, and then the signals but
-    SIGINT do not end the process after the block either. A second SIGINT in the block ends the
-    process with exit code 130, without cleanup. In a collective, the signals are only noticed
-    afterwards.
+    because a signal may reach only some ranks. Once true, it stays true, and then only SIGINT can
+    end the process after the block. A second SIGINT in the block ends it with exit code 130,
+    without cleanup. In a collective, the signals are only noticed afterwards.
 
     Only the main thread can use this function or spawn. torchrun and the terminal signal the
     workers of a DataLoader too: give it a worker_init_fn that calls os.setsid().

@@ -347,9 +347,8 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
         return orthogonalize(x.mT, dtype).mT
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     y = (x / norm.clamp(min=1e-7)).to(dtype)
-    # With more columns than rows, it is faster to compute the product of two or three P from A
-    # alone, because an iteration replaces A by P A P. With more P, rounding errors could grow
-    # without limit.
+    # For wide matrices, the product of two or three P is computed from A alone, which is faster: an
+    # iteration replaces A by P A P. With more P, rounding errors could grow without limit.
     for count in (3, 2) if y.shape[1] < y.shape[2] else (1,) * 5:
         gram = y @ y.mT
         for left in reversed(range(count)):
