@@ -80,7 +80,8 @@ def read(
 
     Files .npy (1-d, unsigned integers) and .bin (uint16, without a header) contain ids, so
     `tokenizer` is ignored. A single one is memory-mapped; several are joined in memory. The
-    vocabulary size is `vocab`, or the highest id + 1, rounded up to a multiple of 64.
+    vocabulary size is `vocab`, or the highest id + 1, rounded up to a multiple of 64. ValueError if
+    an id is too high for `vocab`.
     """
     groups = files, val_files
     if any(name.endswith((".bin", ".npy")) for name in (*files, *val_files)):

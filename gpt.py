@@ -349,18 +349,16 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     y = (x / norm.clamp(min=1e-7)).to(dtype)
     # For wide matrices, the product of two or three P is computed from A alone, which is faster: an
     # iteration replaces A by P A P. With more P, rounding errors could grow without limit.
-    for count in (3, 2) if y.shape[1] < y.shape[2] else (1,) * 5:
+    wide = y.shape[1] < y.shape[2]
+    for count in (3, 2) if wide else (1,) * 5:
         gram = y @ y.mT
+        product = torch.diag_embed(torch.ones_like(gram[:, 0])) if wide else y
         for left in reversed(range(count)):
             z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # P without a I
+            product = torch.baddbmm(product, z, product, beta=a)
             for _ in range(2 if left else 0):
                 gram = torch.baddbmm(gram, z, gram, beta=a)
-            if left == count - 1:
-                product = z
-                z.diagonal(dim1=1, dim2=2).add_(a)
-            else:
-                product = torch.baddbmm(product, z, product, beta=a)
-        y = product @ y
+        y = product @ y if wide else product
     return y.to(x.dtype)
 
 

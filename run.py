@@ -487,7 +487,7 @@ def build(flags: Flags, seed: int | None) -> gpt.GPT:
 
 @one_line()
 def prepare_folder(out: str, storage: Any, saved: Values) -> object:
-    """Lock the folder of --out, set damaged checkpoints aside, and return the lock."""
+    """Lock the folder, set damaged checkpoints aside, and check that `saved` is the newest one."""
     lock = storage.lock(out)
     for name in saved.get("rejected", ()):
         storage.set_aside(out, name)
