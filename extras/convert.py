@@ -92,12 +92,9 @@ def read_hf(folder: Path) -> State:
     for key, value in GPT2.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; it must be {value!r}")
-    names, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
-    if index.exists():
-        names = {*json.loads(index.read_text())["weight_map"].values()}
     weights: dict[str, Tensor] = {}
-    for name in names:
-        weights |= load_file(folder / Path(name).name)
+    for file in folder.glob("model*.safetensors"):
+        weights |= load_file(file)
     state = from_gpt2(weights, config["n_head"], True)
     if (tokenizer := folder / "tokenizer.json").exists():
         state["config"]["tokenizer"] = f"{tokenizer.absolute()}"

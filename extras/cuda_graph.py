@@ -7,8 +7,6 @@
 
 The kernels of a small model end before the host has started the next ones, so the GPU waits. With a
 CUDA graph, the host starts all kernels with a single call. The docstring of graph_ has the limits.
-
-Needs torch 2.9 or newer.
 """
 
 from typing import Any
@@ -45,9 +43,8 @@ def graph_(
     hooks, train() and eval() of inner modules have no effect. The model cannot be copied or
     pickled: save its state_dict(). The memory that the passes need stays in use.
     """
-    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
-        # The training uses another stream than the recording. torch synchronises them, but warns.
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    # The training uses another stream than the recording. torch synchronises them, but warns.
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     eager, parameters = model.forward, list(model.parameters())
 
     def with_autocast(*inputs: Any) -> Any:

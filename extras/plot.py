@@ -35,13 +35,13 @@ HIDDEN = (
     "vocab spawn timeout out eval_every eval_tokens save_every log_every keep accum checkpoint "
     "checkpoint_activations"
 ).split()
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 8,
+    "text.parse_math": False,  # A "$" in a name would begin a formula.
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "0.9",
-    "grid.linewidth": 0.6,
     "lines.linewidth": 1.3,
     "lines.markersize": 4,
     "legend.frameon": False,
@@ -66,13 +66,10 @@ def read(folder: str) -> Run:
     with opener(path) as file:
         lines = [json.loads(line) for line in file]
     steps = {line["step"]: line for line in lines if "step" in line}
-    config: dict[str, Any] = {}
-    for line in lines:
-        if "config" in line:
-            config = line["config"] | {"ranks": line["ranks"]}
+    starts = [line["config"] | {"ranks": line["ranks"]} for line in lines if "config" in line]
     if not steps:
         raise ValueError(f"{path} has no step")
-    return Run(folder, [steps[step] for step in sorted(steps)], config)
+    return Run(folder, [steps[step] for step in sorted(steps)], starts[-1])
 
 
 def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float]) -> list[float]:
@@ -96,8 +93,7 @@ def label(run: Run, runs: Sequence[Run]) -> str:
         for name, value in run.config.items()
         if name not in HIDDEN and any(other.config.get(name) != value for other in runs)
     ]
-    text = f"{run.name} ({', '.join(differing)})" if differing else run.name
-    return text.replace("$", r"\$")  # A "$" would begin a formula.
+    return f"{run.name} ({', '.join(differing)})" if differing else run.name
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -129,11 +125,11 @@ def draw(runs: Sequence[Run]) -> Figure:
 @click.option("-o", "--output", required=True, help="Picture: .png, .svg or .pdf.")
 def main(out: Sequence[str], output: str) -> None:
     """Draw the metrics of runs, of which OUT are the folders or URLs."""
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):  # type: ignore[dict-item]
-        try:
-            draw([read(folder) for folder in out]).savefig(output)
-        except (OSError, ValueError) as error:
-            raise click.UsageError(f"{error}") from error
+    matplotlib.rcParams.update(STYLE)
+    try:
+        draw([read(folder) for folder in out]).savefig(output)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"{error}") from error
     click.echo(f"wrote {output}")
 
 

@@ -132,15 +132,14 @@ def main(data: Sequence[str], tokenizer: str, bpe: int, val_fraction: float, out
     os.makedirs(out, exist_ok=True)
     if names[0].endswith((".bin", ".npy")):
         chunks: Any = [*map(read_ids, names)]
-        wide = max(chunk.itemsize for chunk in chunks) > 2
+        dtype = np.dtype(f"u{max(chunk.itemsize for chunk in chunks)}")
     elif tokenizer or bpe:
         loaded = load(tokenizer) if tokenizer else train_bpe(names, bpe)
         loaded.save(f"{out}/tokenizer.json")
-        wide = max(loaded.get_vocab().values()) >= 1 << 16
+        dtype = np.min_scalar_type(max(loaded.get_vocab().values()))
         chunks = encode_files(names, loaded, bar.update)
     else:
         raise click.UsageError("documents need --tokenizer or --bpe")
-    dtype = "<u4" if wide else "<u2"
     with tempfile.TemporaryFile(dir=out) as file:
         with bar:
             for chunk in chunks:

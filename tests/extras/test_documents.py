@@ -1,11 +1,16 @@
 """What README.md and the documents in extras/ and tests/ say is true."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ENVIRONMENT, ROOT
 from documents import (
     quoted_messages,
+    section,
     table_rows,
     unknown_flags,
     unknown_messages,
@@ -55,3 +60,30 @@ def test_messages_of_the_troubleshooting_exist():
     assert len(quoted_messages(TROUBLESHOOTING)) > 15
     foreign = {"process … terminated with signal SIGKILL"}  # of torch
     assert {*unknown_messages(TROUBLESHOOTING, sources)} == foreign
+
+
+def test_the_commands_for_ones_own_text_run(tmp_path):
+    """One after the other, as a shell reads them, with a tiny model that learns for a few steps."""
+    for name in ("run.py", "extras"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "books").mkdir()
+    for name in ("books/1.txt", "books/2.txt", "a.txt", "b.txt", "other.txt"):
+        (tmp_path / name).write_text("The cat sat on the mat. " * 99)
+    lines = section((ROOT / "README.md").read_text(), "## Your own text").splitlines()
+    commands = [line.split("#")[0].split("&&")[-1] for line in lines if line.startswith("    ")]
+    assert len(commands) > 6
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for steps, command in enumerate(commands, 2):
+        if not re.search(" sample | eval |plot.py", command):
+            command += f" --layers 1 --heads 2 --embd 16 --block-size 16 --steps {steps}"
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env={**ENVIRONMENT, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, (command, done)
+    assert (tmp_path / "loss.png").stat().st_size > 10_000

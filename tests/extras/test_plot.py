@@ -83,9 +83,9 @@ def test_the_figure_shows_each_step_once_with_its_last_values(out):
         assert [*zip(*dots.get_data())] == [(by_step[s][x], by_step[s]["val_loss"]) for s in (4, 8)]
     rates = drawn.axes[3].get_lines()[0].get_ydata()
     assert [*rates] == [by_step[step]["lr"] for step in range(1, 9)]
-    # The legend names the flags that differ, and a "$" does not begin a formula.
+    # The legend names the flags that differ, as they are.
     first, second = (text.get_text() for text in drawn.legends[0].get_texts())
-    assert first.endswith(rf"do\$lar (lr {run.config['lr']})") and second == "x (lr 7.0)"
+    assert first.endswith(f"do$lar (lr {run.config['lr']})") and second == "x (lr 7.0)"
 
 
 @pytest.mark.parametrize("start", ["", "file://"])

@@ -254,11 +254,11 @@ def test_augmentation_depends_on_epoch_and_index_only():
 # --------------------------------------------------------------------------------------- own models
 
 
-@pytest.mark.parametrize("name", ["hugging_face.py", "frozen_and_unused.py", "images.py"])
+@pytest.mark.parametrize("name", ["hugging_face.py", "images.py"])
 def test_two_ranks_give_the_losses_and_weights_of_one(outcome, name):
     one, two = (outcome(name, ranks)[0] for ranks in (1, 2))
     assert_close(two, one)
-    losses = numbers(one.lines)[1::3]
+    losses = [numbers([line])[1] for line in one.lines]
     assert len(losses) == 3 and losses[-1] < 0.7 * losses[0]  # the model learns
 
 
@@ -275,17 +275,3 @@ def test_transformers_reads_the_model_and_computes_the_printed_loss(outcome):
             F.cross_entropy(model(s[None]).logits[0, :-1], s[1:], reduction="none") for s in test
         ]
     assert numbers(one.lines)[-1] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-4)
-
-
-def test_frozen_parameters_and_buffers_do_not_change(outcome, tmp_path):
-    before = run("frozen_and_unused.py", tmp_path, replace=("range(3)", "range(0)")).state
-    after = outcome("frozen_and_unused.py", 2)[0].state
-    unchanged = {name for name in before if torch.equal(before[name], after[name])}
-    assert unchanged == {name for name in before if name.startswith("encoder.")}
-
-
-def test_without_the_flag_two_ranks_fail_and_the_error_names_it(tmp_path):
-    flag = ", find_unused_parameters=True)", ")"
-    done = start(copy(TUTORIAL / "frozen_and_unused.py", tmp_path, replace=flag), tmp_path, 2)
-    assert done.returncode == 1 and "find_unused_parameters=True" in done.stderr
-    assert not (tmp_path / "model.pt").exists()
