@@ -36,7 +36,10 @@ def short(flags) -> list[object]:
     return [*flags, "--eval-every", 5, "--save-every", 2]
 
 
-@pytest.mark.parametrize("what", ["raise", "9", "19"], ids=["raises", "is killed", "hangs"])
+WHAT = {"raise": "raises", "9": "is killed", "19": "hangs"}
+
+
+@pytest.mark.parametrize("what", WHAT, ids=WHAT.get)
 def test_a_rank_that_is_lost_ends_the_others(what, short, trials, tmp_path):
     """Whichever rank fails, wherever it is: the others must not wait for ever, nor repeat the error."""
 
@@ -58,7 +61,7 @@ def test_a_rank_that_is_lost_ends_the_others(what, short, trials, tmp_path):
         assert not has_cause or "/run.py" in ended.text, about
         assert "terminate called" not in ended.text, about
 
-    trials(f"a rank {what}", trial, 4, 100)
+    trials(f"a rank {WHAT[what]}", trial, 4, 100)
 
 
 LAUNCHED = [(PYTHON, 2, "9"), (PYTHON, 2, "19"), (torchrun(2), 0, "9"), (torchrun(2), 0, "19")]
@@ -83,7 +86,8 @@ def test_a_launcher_ends_all_ranks_when_one_is_lost(launcher, spawn, what, short
         else:
             assert re.search(r"exitcode\s*: -9", ran.err), ran
 
-    trials("a rank of a launcher is lost", trial, 1, 10)
+    name = "torchrun" if launcher != PYTHON else "--spawn"
+    trials(f"a rank of {name} {WHAT[what]}", trial, 1, 10)
 
 
 # ------------------------------------------------------------------------------------------- hosts

@@ -79,7 +79,8 @@ def test_a_run_disturbed_at_random_places_ends_as_one_that_was_not(
         assert {*ended.codes} == {0} and "Warning" not in ended.text, ended
         assert is_same(out, whole(ranks)), ended
 
-    trials("disturbed at random places", trial, 2, 100)
+    what = "is killed" if numbers == KILL else "is stopped"
+    trials(f"a run of {ranks} ranks {what} {FAULTS} times", trial, 2, 100)
 
 
 LAUNCHED = {  # launcher, flags, [(signal, from which rank, to what, exit code)]
@@ -113,7 +114,7 @@ def test_a_signal_to_a_launcher_ends_all_processes(name, flags, trials, tmp_path
                 assert f"\nStopped as asked after step {step} of 100" in ran.out, ran
                 assert logged_steps(ran.out)[0] > 1, f"it has not continued: {ran}"
 
-    trials(name, trial, 1, 10)
+    trials(f"signals to {name}", trial, 1, 10)
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
@@ -128,7 +129,7 @@ def test_a_launcher_that_is_killed_while_its_ranks_start_leaves_none(name, flags
             program.process.kill()
             program.finish(seconds=30)
 
-    trials(name, trial, 0, 30)
+    trials(f"{name} is killed while its ranks start", trial, 0, 30)
 
 
 def test_a_second_ctrl_c_ends_the_program_during_a_step(tmp_path):
