@@ -114,10 +114,7 @@ def _read_ids(names: Sequence[str]) -> np.ndarray:
     arrays = [np.empty(0, np.uint8)]
     for name in names:
         try:
-            if name.endswith(".npy"):
-                ids = np.load(name, "r")
-            else:
-                ids = np.memmap(name, "<u2", "r")
+            ids = np.load(name, "r") if name.endswith(".npy") else np.memmap(name, "<u2", "r")
             if ids.ndim != 1 or ids.dtype.kind != "u" or name[-4:] not in (".bin", ".npy"):
                 raise ValueError("does not contain unsigned integers (n,) as .npy or .bin")
         except (ValueError, EOFError) as error:
@@ -140,7 +137,9 @@ def encode(text: str, tokenizer: str, chars: str) -> np.ndarray:
     if tokenizer == "byte":
         return np.frombuffer(text.encode(), np.uint8)
     if unknown := set(text) - set(chars):
-        raise ValueError(f"character {min(unknown)!r} is not in the vocabulary of {len(chars)}")
+        raise ValueError(
+            f"{min(unknown)!r} is none of the {len(chars)} characters; train with --tokenizer byte"
+        )
     table = np.zeros(0x110000, np.min_scalar_type(len(chars) - 1))  # id of each Unicode character
     table[[ord(char) for char in chars]] = range(len(chars))
     return table[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
@@ -164,11 +163,9 @@ def num_windows(plan: BatchPlan) -> int:
 
     The - 1 leaves room for the offset of each epoch.
     """
-    if not isinstance(plan.tokens, np.ndarray):
-        raise ValueError(f"tokens must be a NumPy array, not {type(plan.tokens).__name__}")
     n, T = len(plan.tokens), plan.block_size
     if n <= T:
-        raise ValueError(f"{n} tokens are too few: block size {T} needs {T + 1}")
+        raise ValueError(f"{n} tokens are too few: --block-size {T} needs {T + 1}")
     return max(1, n // T - 1)
 
 

@@ -135,14 +135,12 @@ def resume_(
     checkpoints aside, with a warning. Without a checkpoint, the result is (0, {}).
 
     scheduler: one of torch. snapshot() must have got scheduler=scheduler.state_dict().
-    ValueError if `folder` is a file, or if something does not fit: see restore_.
+    ValueError if something does not fit: see restore_. OSError if the folder cannot be read.
     """
     state: State = {}
 
     def read() -> tuple[int | None, State]:
         nonlocal state
-        if os.path.isfile(folder):
-            raise ValueError(f"{folder} is a file, not a folder of checkpoints")
         entry, state, rejected = newest(folder, list_checkpoints(folder))
         for name, reason in rejected.items():
             set_aside(folder, name)
@@ -293,15 +291,15 @@ def newest(
 
 def list_checkpoints(folder: str) -> list[Entry]:
     """Return the checkpoints in a folder, lowest step first; [] if there is no folder."""
-    with suppress(FileNotFoundError, NotADirectoryError):  # Any other error may pass.
+    with suppress(FileNotFoundError):  # Any other error may pass.
         return parse_names(os.listdir(folder))
     return []
 
 
 def parse_names(names: Iterable[str]) -> list[Entry]:
     """Return an entry for each name of a checkpoint, lowest step first."""
-    matches = filter(None, map(NAME.fullmatch, names))
-    return sorted(Entry(int(m[1]), m[0], float(m[2] or "inf")) for m in matches)
+    matches = map(NAME.fullmatch, names)
+    return sorted(Entry(int(m[1]), m[0], float(m[2] or "inf")) for m in matches if m)
 
 
 def superseded(entries: Sequence[Entry], new: Entry, keep: int) -> set[Entry]:

@@ -61,8 +61,8 @@ def read_launch_env(env: Mapping[str, str] = os.environ) -> World:
                 "torchrun or ddp_setup.spawn; to train alone, set WORLD_SIZE=1"
             )
         return World()
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
-    found = {name: env.get(name, "") for name in names.split()}
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE".split()
+    found = {name: env.get(name, "") for name in names}
     if all(map(str.isdecimal, found.values())):
         rank, local_rank, size, local_size = map(int, found.values())
         if rank < size and local_rank < local_size <= size:
@@ -296,8 +296,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in zip(caught, previous):
             # A launcher may send one more to a rank that is about to end: do not let it kill this.
-            ends = received and handler == signal.SIG_DFL
-            signal.signal(number, handle if ends else handler)
+            signal.signal(number, handle if received and handler == signal.SIG_DFL else handler)
 
 
 # ----------------------------------------------------------- starting several ranks on this machine
@@ -321,8 +320,8 @@ def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 1
         raise ValueError("spawn: a launcher has started this process; it cannot start ranks")
     # The ranks meet at this store. Given a socket, torch listens on the loopback address only.
     listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+    host, port = listener.getsockname()
+    store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.detach())
     others, stopped = multiprocessing.active_children(), False
     with stop_signals() as stop_requested:
         try:

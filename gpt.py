@@ -75,8 +75,7 @@ class Block(nn.Module):
         self.config, C = config, config.embd
         self.gpt2 = gpt2 = config.arch == "gpt2"
         linear = partial(nn.Linear, bias=gpt2)
-        self.norm1 = nn.LayerNorm(C) if gpt2 else rms_norm
-        self.norm2 = nn.LayerNorm(C) if gpt2 else rms_norm
+        self.norm1, self.norm2 = (nn.LayerNorm(C) if gpt2 else rms_norm for _ in range(2))
         self.qkv, self.out = linear(C, 3 * C), linear(C, C)
         self.up, self.down = linear(C, 4 * C), linear(4 * C, C)
 
@@ -227,15 +226,6 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """
     x, y = batch
     return model(x, y), y.numel()
-
-
-def flops_per_token(config: Config) -> int:
-    """Count the floating-point operations per token of a forward and a backward pass.
-
-    The formula is from Chowdhery et al., "PaLM", 2022, appendix B.
-    """
-    weights = 12 * config.layers * config.embd**2 + config.vocab * config.embd
-    return 6 * weights + 12 * config.layers * config.block_size * config.embd
 
 
 def compile_(model: GPT) -> None:

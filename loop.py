@@ -179,8 +179,8 @@ def _check(flags: Tensor, step: int, declared: float, patience: int, copied: Any
     counted, stopping, in_a_row = flags.tolist()
     if declared and abs(counted - declared) > 1e-6 * declared:
         raise ValueError(
-            f"step {step}: the declared count is {declared:.12g}, "
-            f"but loss_fn counted {counted:.12g}"
+            f"step {step}: the declared count is {declared:.12g}, but loss_fn counted "
+            f"{counted:.12g}; let `count` of group_batches count what loss_fn counts"
         )
     if in_a_row >= patience:
         raise Diverged(

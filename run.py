@@ -104,7 +104,9 @@ class Flags:
         Choice("muon adamw".split()),
     )
     lr: float | None = option(
-        None, "Peak rate.  [default: 5 / (EMBD * min(STEPS, 5000) ** 0.25); adamw: 2]", POSITIVE
+        None,
+        "Peak rate.  [default: 5 / (EMBD * min(STEPS, 5000)**.25); adamw: 2; --init-from: 5000]",
+        POSITIVE,
     )
     momentum: float = option(0.8, "Momentum of Muon.", FRACTION)
     schedule: str = option(
@@ -271,7 +273,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool], pool:
             "time": time.time(),
         }
         rate = (tokens - logged) / (time.perf_counter() - logged_at)
-        record |= {"tokens_per_s": rate, "tflops": rate * gpt.flops_per_token(model.config) / 1e12}
+        record |= {"tokens_per_s": rate, "tflops": rate * 6 * size / 1e12}
         if saving and (due or evaluating or saving.done()):
             best, saving = min(best, finish(saving)), None
         val_loss = math.inf
@@ -303,8 +305,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool], pool:
             break
         # The rate leaves out evaluations and the copies of saves.
         logged, logged_at = tokens, time.perf_counter()
-    lost = any(ddp_setup.gather(saving and math.isnan(finish(saving)), world))
-    if lost:
+    if any(ddp_setup.gather(saving and math.isnan(finish(saving)), world)):
         return FAILED
     if step < total:
         tell(f"Stopped as asked after step {step} of {total}; start again to continue from there.")
@@ -336,15 +337,18 @@ def find_checkpoint(out: str, storage: Any = None) -> Values:
 
     out: a folder or URL. Without `storage`, it can end with /best or /step-N.
     """
-    folder, name = os.path.split(out)
-    if storage or not (name == "best" or name.startswith("step-")):
+    folder, name = os.path.split(out.rstrip("/"))
+    if name != "best" and name[:5] != "step-":
         folder, name = out, ""
+    elif storage:
+        raise ValueError(f"--out {out} names a checkpoint; to start from it, use --init-from")
     storage = storage or open_storage(folder)
     entries = storage.list_checkpoints(folder)
     if name == "best":
-        entries = sorted(entries, key=lambda entry: (entry.loss, -entry.step))[:1]
+        rated = [entry for entry in entries if entry.loss < math.inf]
+        entries = sorted(rated, key=lambda entry: -entry.loss)[-1:]  # of equal ones, the newest
     elif name:
-        entries = [entry for entry in entries if name == f"step-{entry.step}"]
+        entries = [entry for entry in entries if entry.name.startswith(f"step-{name[5:]:0>8}")]
     entry, state, rejected = storage.newest(folder, entries)
     if not entry:
         return {}
@@ -362,9 +366,8 @@ def read_init(given: Values) -> Values:
         return {}
     from extras import convert
 
-    # find_checkpoint returns {} for files of other programs.
-    state: Values = convert.start_state(path, find_checkpoint(path), given.get("block_size"))
-    return state
+    found = {} if os.path.isfile(path) else find_checkpoint(path)
+    return convert.start_state(path, found, given.get("block_size"))
 
 
 def read_on_rank_zero(read: Callable[[], Values], world: ddp_setup.World) -> Values:
@@ -384,18 +387,21 @@ def complete_flags(given: Values, saved: Values, device: torch.device) -> Values
     ValueError if flags contradict one another, or the checkpoint.
     """
     config = saved.get("config", {})
-    for name in given.keys() & config.keys() & PINNED:
-        if given[name] != config[name]:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {given[name]} contradicts {saved['name']}, made with "
-                f"{config[name]}; leave it out, or name another --out"
-            )
     divided = given.get("strategy", "ddp") != "ddp"
     defaults = {"dtype": default_dtype(device), "optimizer": "adamw" if divided else "muon"}
     restored = {name: config[name] for name in config.keys() & OPTIONS.keys() - NOT_RESTORED}
     values = defaults | restored | given
     for name in ("data", "val_data"):  # for a start from another working folder
         values[name] = [n if "://" in n else os.path.abspath(n) for n in values.get(name, ())]
+    for name in given.keys() & config.keys() - NOT_RESTORED:
+        if values[name] != config[name]:
+            flag = f"--{name.replace('_', '-')} {values[name]}"
+            if name in PINNED:
+                raise ValueError(
+                    f"{flag} contradicts {saved['name']}, made with {config[name]}; leave it out, "
+                    "or name another --out"
+                )
+            say(f"Changed: {flag}, until now {config[name]}")
     if divided and values["optimizer"] == "muon":
         raise ValueError(f"--strategy {given['strategy']} needs --optimizer adamw")
     return values
@@ -433,14 +439,16 @@ def read_data(
     ValueError if it is not the data of the checkpoint.
     """
     files, val_files = find_files(flags.data), find_files(flags.val_data)
-    chars = saved.get("chars", "")
-    corpus = chardata.read(files, flags.tokenizer, chars, flags.vocab, val_files)
+    names = files + val_files
+    if len({os.stat(name)[1:3] for name in names}) < len(names):  # device and inode
+        raise ValueError(f"--data and --val-data name a file twice: {names}")
+    corpus = chardata.read(files, flags.tokenizer, saved.get("chars", ""), flags.vocab, val_files)
     if corpus.digest != saved.get("data", corpus.digest):
         raise ValueError(
             f"{saved['name']} was trained on other data; give the same --data and --val-data, or "
             "name another --out (the default text depends on the version of Python)"
         )
-    tokens, val_tokens = corpus.tokens, corpus.val_tokens
+    tokens, val_tokens, *_ = corpus
     if not val_files:
         tokens, val_tokens = chardata.split(tokens, flags.val_fraction)
     if flags.eval_tokens:
@@ -461,15 +469,19 @@ def make_schedule(
     # The best rate falls with the width (Yang et al., 2022) and with the number of steps (Bjorck et
     # al., 2024). The numbers are measured: see tests/README.md.
     factor = 2 if flags.optimizer == "adamw" else 5
-    lr = flags.lr or factor / (flags.embd * min(total, 5000) ** 0.25)
+    lr = flags.lr or factor / (flags.embd * (5000 if flags.init_from else min(total, 5000)) ** 0.25)
     shapes: Values = {
         "linear": loop.linear,
         "cosine": loop.cosine,
         "constant": partial(loop.linear, decay_steps=math.ceil(total / 5)),
     }
-    shape = shapes[flags.schedule]
-    warmup_steps, floor = round(flags.warmup * total), flags.min_lr / lr
-    return total, lr, partial(shape, total=total, warmup_steps=warmup_steps, floor=floor)
+    lr_at = partial(
+        shapes[flags.schedule],
+        total=total,
+        warmup_steps=round(flags.warmup * total),
+        floor=flags.min_lr / lr,
+    )
+    return total, lr, lr_at
 
 
 def build(flags: Flags, seed: int | None) -> gpt.GPT:
@@ -548,7 +560,9 @@ def load_model(out: str, world: ddp_setup.World) -> tuple[gpt.GPT, Flags, Values
     """
     saved = read_on_rank_zero(lambda: find_checkpoint(out), world)
     if not saved:
-        raise click.UsageError(f"{out}: there is no checkpoint; train first, or name another --out")
+        raise click.UsageError(
+            f"{out}: there is no such checkpoint; train first, or name another --out"
+        )
     flags = Flags(**complete_flags({}, saved, world.device))
     model = build(flags, None).to_empty(device=world.device)
     with one_line():
@@ -721,7 +735,10 @@ def exit_code(call: Callable[[], int | None]) -> int:
     try:
         return call() or DONE
     except (click.ClickException, loop.Diverged) as error:
-        say(f"Error: {getattr(error, 'format_message', error.__str__)()}", err=True)
+        text = getattr(error, "format_message", error.__str__)()
+        if "No such command" in text:
+            text += " Flags begin with --, and a pattern needs quotes: --data 'books/*.txt'"
+        say(f"Error: {text}", err=True)
         return getattr(error, "exit_code", MISTAKE)
     except click.Abort:  # Ctrl-C
         return 130

@@ -225,7 +225,11 @@ def nanogpt(world: World, shape: Shape, dtype: torch.dtype, folder: str) -> Step
 def matrix_product(world: World, shape: Shape, dtype: torch.dtype) -> Step:
     """Compute square matrix products with as many FLOP as a step: the limit of the machine."""
     n = 8192 if world.device.type == "cuda" else 1024
-    times = gpt.flops_per_token(shape.config()) * shape.T * shape.B / (2 * n**3)
+    config = shape.config()
+    weights = 12 * config.layers * config.embd**2 + config.vocab * config.embd
+    # The formula is from Chowdhery et al., "PaLM", 2022, appendix B.
+    flops = 6 * weights + 12 * config.layers * config.block_size * config.embd
+    times = flops * shape.T * shape.B / (2 * n**3)
     a = torch.randn(n, n, device=world.device).to(dtype)
     # The last product has fewer columns, so that the number of FLOP is right.
     rest = a[:, : max(1, round(times % 1 * n))]

@@ -83,8 +83,8 @@ def test_slurm_srun_translates_the_variables_of_each_task(tmp_path):
 
 @pytest.mark.parametrize(
     "codes, code, starts",
-    [([1, 3, 137, 0, 1], 0, 4), ([2, 0], 2, 1)],
-    ids=["the training is done", "another start would not help"],
+    [([1, 3, 137, 0, 1], 0, 4), ([2, 0], 2, 1), ([127, 0], 127, 1)],
+    ids=["the training is done", "another start would not help", "there is no python"],
 )
 def test_restart_starts_a_run_again_until_it_ends(tmp_path, codes, code, starts):
     (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
