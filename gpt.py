@@ -247,9 +247,9 @@ def optimizers(
     model: GPT,
     name: str,
     lr: float,
-    momentum: float = 0.8,
     weight_decay: float = 0.1,
     dtype: torch.dtype = torch.bfloat16,
+    momentum: float = 0.8,
 ) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a GPT itself, not of a wrapper, that is on its device.
 
@@ -257,7 +257,7 @@ def optimizers(
         parameters, with twice the rate.
     lr: Muon's updates have the size of AdamW's (Liu et al., 2025), so rates can be compared.
     weight_decay: is not applied to biases and norm weights.
-    momentum, dtype: see Muon.
+    dtype, momentum: see Muon.
     """
     groups: dict[str, list[nn.Parameter]] = {}
     for key, parameter in model.named_parameters():

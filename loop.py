@@ -4,11 +4,10 @@
         x, y = batch
         return F.cross_entropy(model(x), y, reduction="none")  # (B,): a loss for each row
 
-    steps = group_batches(loader, accum=2)
+    steps = group_batches(loader, accum=2)  # or the DataLoader itself, without accumulation
     lr_at = partial(linear, total=1000, warmup_steps=50)
     for step, report in train_(model, [optimizer], steps, loss_fn, lr_at=lr_at):
-        if step % 10 == 0:
-            print(step, float(report.loss))
+        print(step, float(report.loss))
 
 The loss function returns the losses of a micro-batch as a tensor, or a tuple: (their sum, their
 count). If your model returns the mean of n losses, return (mean * n, n).
@@ -44,7 +43,7 @@ class Report(NamedTuple):
     grad_norm: Tensor  # L2 norm of the mean gradient, before clipping
     count: Tensor  # type: ignore[assignment]  # of the global batch
     skipped: Tensor  # number of bad steps (see train_) in this call, up to now
-    stop: bool  # a rank asked to stop: your loop must break
+    stop: bool  # a rank asked to stop: this was the last step
 
 
 class Diverged(FloatingPointError):
@@ -74,6 +73,7 @@ def train_(
     start: number of steps that are already done; `steps` begins after these.
     steps: for each step, a list of this rank's micro-batches, and the count of the global batch, or
         0 if this rank has no data left. Such a rank gives any one micro-batch, with the weight 0.
+        A DataLoader is the same as group_batches(loader), with one loss for each row.
     lr_at: sets "lr" of each parameter group to "initial_lr" (by default the first "lr") times
         lr_at(number of finished steps). None: "lr" is up to the caller.
     clip: maximum for the L2 norm of the mean gradient of all optimizers' parameters.
@@ -81,14 +81,14 @@ def train_(
     scaler: for float16 only, which needs it. The caller saves and restores its state.
     seed: in each step, torch's random generators are seeded from (seed, step, rank), so dropout is
         the same in a resumed run.
-    stop: is called in each step. If it is true on any rank, report.stop is true on all.
+    stop: is called in each step. If it is true on any rank, this step is the last one on all.
     patience: Diverged is raised after this number of bad steps in a row. In a bad step, loss or
         gradient norm is not finite; no weight and no optimizer state changes.
     sync_each: synchronise gradients after each micro-batch, not only after the last: for FSDP2, and
         DDP with static_graph=True. All ranks then need equally many micro-batches in a step.
 
-    ValueError or TypeError if an argument is wrong. ValueError after a wrong update, if loss_fn
-    does not count what `steps` declares.
+    ValueError if an argument is wrong, and after a wrong update if loss_fn does not count what
+    `steps` declares.
     On CUDA, the host never waits for the device if the optimizers are fused: report.stop and the
     errors come one step late, and those of the last step when `steps` ends.
     """
@@ -99,7 +99,7 @@ def train_(
     if not no_sync:
         raise ValueError("each rank would train alone: wrap the model in DistributedDataParallel")
     if isinstance(steps, DataLoader):
-        raise TypeError("steps is a DataLoader: pass group_batches(loader)")
+        steps = group_batches(steps)
     if not float16:
         scaler = GradScaler(device.type, init_scale=1.0)  # It only skips bad steps: see _update_.
     elif not (scaler and scaler.is_enabled()):
@@ -138,7 +138,10 @@ def train_(
         if cuda:
             copied = torch.cuda.current_stream(device).record_event()
             check, check_later = check_later, partial(check, copied)  # type: ignore[assignment]
-        yield step + 1, Report(loss, norm, sums[1], skipped, check())
+        stopping = check()
+        yield step + 1, Report(loss, norm, sums[1], skipped, stopping)
+        if stopping:
+            return
     check_later()
 
 

@@ -108,7 +108,6 @@ class Flags:
         "Peak rate.  [default: 5 / (EMBD * min(STEPS, 5000)**.25); adamw: 2; --init-from: 5000]",
         POSITIVE,
     )
-    momentum: float = option(0.8, "Momentum of Muon.", FRACTION)
     schedule: str = option(
         "linear",
         "Decay of the learning rate. constant: only in the last fifth of the steps.",
@@ -213,9 +212,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool], pool:
     else:
         replica = ddp_setup.replicate(model, world)
     dtype = getattr(torch, flags.dtype)
-    optimizers = gpt.optimizers(
-        model, flags.optimizer, lr, flags.momentum, flags.weight_decay, dtype
-    )
+    optimizers = gpt.optimizers(model, flags.optimizer, lr, flags.weight_decay, dtype)
     scaler = torch.amp.GradScaler(world.device.type, enabled=flags.dtype == "float16")
     if saved:
         with one_line():  # The settings of the optimizers, such as the rate, stay as they are here.
@@ -356,7 +353,7 @@ def find_checkpoint(out: str, storage: Any = None) -> Values:
         raise ValueError(f"{entry.name}: not written by this program since version 0.5")
     for damaged, reason in rejected.items():
         warn(f"{damaged}: {reason}; using step {entry.step}")
-    return {**state, "name": entry.name, "rejected": rejected}
+    return state | {"name": entry.name, "rejected": rejected}
 
 
 @one_line()

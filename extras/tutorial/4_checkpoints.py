@@ -58,8 +58,7 @@ def main(world, stop):
         for step, report in loop.train_(
             replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
         ):
-            if report.stop:
-                break
+            pass
         error_rate = math.inf
         if step % steps_per_epoch == 0:  # the epoch is complete
             scheduler.step()
@@ -74,11 +73,9 @@ def main(world, stop):
         if report.stop and step < last:
             if world.rank == 0:
                 print(f"stopped after step {step}")
-            return True
-    return False
+            return 3  # saved, but not finished
 
 
 with ddp_setup.process_group() as world, ddp_setup.stop_signals() as stop:
-    stopped = main(world, stop)
-if stopped:
-    sys.exit(3)  # saved, but not finished
+    code = main(world, stop)
+sys.exit(code)

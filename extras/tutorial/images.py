@@ -81,8 +81,7 @@ def main(world):
         sampler.set_epoch(epoch)
         train = Augmented(images, labels, epoch)
         loader = DataLoader(train, batch_size=96 // world.size, sampler=sampler)
-        steps = loop.group_batches(loader)
-        for step, report in loop.train_(replica, [opt], steps, loss_fn, start=step, dtype=dtype):
+        for step, report in loop.train_(replica, [opt], loader, loss_fn, start=step, dtype=dtype):
             pass
         if world.rank == 0:
             print(f"epoch {epoch}: loss {report.loss:.6f}")

@@ -89,9 +89,8 @@ def main(world, stop, workers):
 
     dataset = RankBatches(position, world.rank, world.size)
     loader = DataLoader(dataset, batch_size=None, num_workers=workers, worker_init_fn=detach)
-    steps = loop.group_batches(loader)
     for step, report in loop.train_(
-        replica, [opt], steps, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
+        replica, [opt], loader, loss_fn, start=step, clip=1.0, dtype=dtype, stop=stop
     ):
         # Count the rows of finished steps, not those that were read: the loader reads ahead.
         position = position + report.count.long()
@@ -102,13 +101,11 @@ def main(world, stop, workers):
         if report.stop:
             if world.rank == 0:
                 print(f"stopped after step {step}")
-            return True
+            return 3  # saved, but not finished
     save()
-    return False
 
 
 if __name__ == "__main__":  # on macOS, each DataLoader worker imports this file
     with ddp_setup.process_group() as world, ddp_setup.stop_signals() as stop:
-        stopped = main(world, stop, workers=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    if stopped:
-        sys.exit(3)  # saved, but not finished
+        code = main(world, stop, workers=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    sys.exit(code)

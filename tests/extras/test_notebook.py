@@ -13,9 +13,9 @@ nbformat = pytest.importorskip("nbformat")
 for package in ("ipykernel", "matplotlib"):
     pytest.importorskip(package)
 
-# Before the line `if report.stop:` of the script come lines that interrupt the kernel and all
+# After the line that prints the metrics come lines that interrupt the kernel and all
 # processes that it started, as the button of a notebook does, at the fifth of 2,700 steps.
-STOP_LINE = "            if report.stop:\n"
+METRICS_LINE = '"loss": float(report.loss)}), file=metrics)\n'
 INTERRUPT = """            if step == 5 and world.rank == 0:
                 import signal
                 os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
@@ -81,8 +81,8 @@ def test_it_trains_on_two_ranks_and_uses_the_result(notebook, folder):
 
 def test_an_interrupt_saves_and_stops(notebook, folder):
     (script,) = (cell for cell in notebook.cells if cell.id == "script")
-    assert script.source.count(STOP_LINE) == script.source.count("range(3)") == 1
-    script.source = script.source.replace(STOP_LINE, INTERRUPT + STOP_LINE)
+    assert script.source.count(METRICS_LINE) == script.source.count("range(3)") == 1
+    script.source = script.source.replace(METRICS_LINE, METRICS_LINE + INTERRUPT)
     script.source = script.source.replace("range(3)", "range(100)")
     cells = execute(notebook, folder)
     steps = len(losses(folder))
