@@ -96,7 +96,9 @@ def read(
         if not files:
             texts[0] = "\n".join(topics.values()).encode()
         if tokenizer not in ("char", "byte"):
-            raise ValueError(f"--tokenizer {tokenizer} needs token files, not text")
+            raise ValueError(
+                f"--tokenizer {tokenizer} needs token files (extras/prepare.py), not text"
+            )
         if tokenizer == "byte":
             chars, arrays = "", [np.frombuffer(text, np.uint8) for text in texts]
         else:
@@ -137,9 +139,7 @@ def encode(text: str, tokenizer: str, chars: str) -> np.ndarray:
     if tokenizer == "byte":
         return np.frombuffer(text.encode(), np.uint8)
     if unknown := set(text) - set(chars):
-        raise ValueError(
-            f"{min(unknown)!r} is none of the {len(chars)} characters; train with --tokenizer byte"
-        )
+        raise ValueError(f"{min(unknown)!r} is not in the vocabulary; --tokenizer byte has all")
     table = np.zeros(0x110000, np.min_scalar_type(len(chars) - 1))  # id of each Unicode character
     table[[ord(char) for char in chars]] = range(len(chars))
     return table[np.frombuffer(text.encode("utf-32-le"), np.uint32)]

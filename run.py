@@ -196,7 +196,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool], pool:
     start = saved.get("step", 0)
     total, lr, lr_at = make_schedule(flags, plan)
     if start >= total:
-        tell(f"The run in {flags.out} has done {start} steps. To go on, raise --epochs or --steps.")
+        tell(f"The run in {flags.out} has done {start} steps: raise --steps and --epochs")
         return DONE
     flags = replace(flags, vocab=corpus.vocab, lr=lr)
     divided = flags.strategy != "ddp"
@@ -390,15 +390,15 @@ def complete_flags(given: Values, saved: Values, device: torch.device) -> Values
     values = defaults | restored | given
     for name in ("data", "val_data"):  # for a start from another working folder
         values[name] = [n if "://" in n else os.path.abspath(n) for n in values.get(name, ())]
-    for name in given.keys() & config.keys() - NOT_RESTORED:
+    for name in given.keys() & config.keys() - NOT_RESTORED - {"data", "val_data"}:
         if values[name] != config[name]:
             flag = f"--{name.replace('_', '-')} {values[name]}"
             if name in PINNED:
                 raise ValueError(
                     f"{flag} contradicts {saved['name']}, made with {config[name]}; leave it out, "
-                    "or name another --out"
+                    "or begin another run"
                 )
-            say(f"Changed: {flag}, until now {config[name]}")
+            say(f"Changed: {flag} (it was {config[name]})")
     if divided and values["optimizer"] == "muon":
         raise ValueError(f"--strategy {given['strategy']} needs --optimizer adamw")
     return values

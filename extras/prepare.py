@@ -7,8 +7,8 @@ python extras/prepare.py "fineweb/*.bin"                           join token fi
 python run.py --data data/train.npy --val-data data/val.npy --tokenizer data/tokenizer.json
 
 A document is a text file; the field "text" of a line of a .jsonl or of a row of a .csv; or a row of
-the column "text" of a .parquet or .arrow (these need pyarrow). After each document comes the
-end-of-text token of the tokenizer, or a line break if it has none.
+the column "text" of a .parquet or .arrow (these need pyarrow). Rename a field with another name.
+After each document comes the end-of-text token of the tokenizer, or a line break if it has none.
 
 A token file is a .npy, or a .bin of nanoGPT or llm.c. Several of them need memory in training; one
 needs none, because it is mapped.
@@ -130,26 +130,29 @@ def main(data: Sequence[str], tokenizer: str, bpe: int, val_fraction: float, out
     names = [name for each in data for name in sorted(glob.glob(each)) or [each]]
     bar = click.progressbar(length=sum(map(os.path.getsize, names)))
     os.makedirs(out, exist_ok=True)
-    if names[0].endswith((".bin", ".npy")):
-        chunks: Any = [*map(read_ids, names)]
-        dtype = np.dtype(f"u{max(chunk.itemsize for chunk in chunks)}")
-    elif tokenizer or bpe:
-        loaded = load(tokenizer) if tokenizer else train_bpe(names, bpe)
-        loaded.save(f"{out}/tokenizer.json")
-        dtype = np.min_scalar_type(max(loaded.get_vocab().values()))
-        chunks = encode_files(names, loaded, bar.update)
-    else:
-        raise click.UsageError("documents need --tokenizer or --bpe")
-    with tempfile.TemporaryFile(dir=out) as file:
-        with bar:
-            for chunk in chunks:
-                file.write(chunk.astype(dtype))
-        file.flush()
-        ids = np.memmap(file, dtype, "r")
-        cut = round(len(ids) * (1 - val_fraction))
-        for name, part in (("train", ids[:cut]), ("val", ids[cut:])):
-            np.save(f"{out}/{name}.npy", part)
-            click.echo(f"{out}/{name}.npy: {len(part):,} tokens")
+    try:
+        if names[0].endswith((".bin", ".npy")):
+            chunks: Any = [*map(read_ids, names)]
+            dtype = np.dtype(f"u{max(chunk.itemsize for chunk in chunks)}")
+        elif tokenizer or bpe:
+            loaded = load(tokenizer) if tokenizer else train_bpe(names, bpe)
+            loaded.save(f"{out}/tokenizer.json")
+            dtype = np.min_scalar_type(max(loaded.get_vocab().values()))
+            chunks = encode_files(names, loaded, bar.update)
+        else:
+            raise click.UsageError("documents need --tokenizer or --bpe")
+        with tempfile.TemporaryFile(dir=out) as file:
+            with bar:
+                for chunk in chunks:
+                    file.write(chunk.astype(dtype))
+            file.flush()
+            ids = np.memmap(file, dtype, "r")
+            cut = round(len(ids) * (1 - val_fraction))
+            for name, part in (("train", ids[:cut]), ("val", ids[cut:])):
+                np.save(f"{out}/{name}.npy", part)
+                click.echo(f"wrote {out}/{name}.npy: {len(part):,} tokens")
+    except KeyError as error:
+        raise click.UsageError(f"a document has no field {error}") from error
 
 
 if __name__ == "__main__":

@@ -143,9 +143,19 @@ def test_text_for_a_tokenizer_is_refused_in_one_line(tmp_path, file):
     (tmp_path / "a.txt").write_text(README)
     data = ["--data", tmp_path / "a.txt", "--tokenizer", file]
     ran = run(*TINY, *data, "--out", tmp_path / "out")
-    assert ran.code == 2 and "needs token files, not text" in ran.err, ran
+    assert ran.code == 2 and "needs token files (extras/prepare.py), not text" in ran.err, ran
     with pytest.raises(subprocess.CalledProcessError):
         prepared(tmp_path, tmp_path / "a.txt")  # neither --tokenizer nor --bpe
+    (tmp_path / "a.csv").write_text("id,body\n1,hello\n")
+    for how in (["--bpe", 300], ["--tokenizer", file]):
+        script = [
+            sys.executable,
+            ROOT / "extras" / "prepare.py",
+            tmp_path / "a.csv",
+            *map(str, how),
+        ]
+        done = subprocess.run([*script, "--out", tmp_path], capture_output=True, text=True)
+        assert done.returncode == 2 and "Error: a document has no field 'text'\n" in done.stderr
 
 
 def test_a_tokenizer_that_truncates_loses_no_text(trained, file):
