@@ -92,8 +92,8 @@ class Block(nn.Module):
         if cache is not None:
             cache[..., -T:, :] = torch.stack((k, v))
             k, v = cache
-        # T is S, or 1: the last token, which sees all others.
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+        # T is S, or 1: the last token, which sees all others. torch.export needs a real bool.
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=bool(T > 1))
         x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), dropout)
         y = self.up(self.norm2(x))
         if self.gpt2:
