@@ -139,7 +139,7 @@ def encode(text: str, tokenizer: str, chars: str) -> np.ndarray:
     if tokenizer == "byte":
         return np.frombuffer(text.encode(), np.uint8)
     if unknown := set(text) - set(chars):
-        raise ValueError(f"{min(unknown)!r} is not in the vocabulary; --tokenizer byte has all")
+        raise ValueError(f"{min(unknown)!r} is not in the vocabulary of the training")
     table = np.zeros(0x110000, np.min_scalar_type(len(chars) - 1))  # id of each Unicode character
     table[[ord(char) for char in chars]] = range(len(chars))
     return table[np.frombuffer(text.encode("utf-32-le"), np.uint32)]

@@ -41,7 +41,7 @@ class Report(NamedTuple):
 
     loss: Tensor  # exact mean loss over the global batch, before the update
     grad_norm: Tensor  # L2 norm of the mean gradient, before clipping
-    count: Tensor  # type: ignore[assignment]  # of the global batch
+    count: Tensor  # type: ignore[assignment]  # of losses, or sum of weights, in the global batch
     skipped: Tensor  # number of bad steps (see train_) in this call, up to now
     stop: bool  # a rank asked to stop: this was the last step
 
@@ -73,7 +73,7 @@ def train_(
     start: number of steps that are already done; `steps` begins after these.
     steps: for each step, a list of this rank's micro-batches, and the count of the global batch, or
         0 if this rank has no data left. Such a rank gives any one micro-batch, with the weight 0.
-        A DataLoader is the same as group_batches(loader), with one loss for each row.
+        A DataLoader of (x, y) is the same as group_batches(loader): one loss for each row.
     lr_at: sets "lr" of each parameter group to "initial_lr" (by default the first "lr") times
         lr_at(number of finished steps). None: "lr" is up to the caller.
     clip: maximum for the L2 norm of the mean gradient of all optimizers' parameters.
@@ -141,7 +141,7 @@ def train_(
         stopping = check()
         yield step + 1, Report(loss, norm, sums[1], skipped, stopping)
         if stopping:
-            return
+            break
     check_later()
 
 

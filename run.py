@@ -43,7 +43,7 @@ import ddp_setup
 import gpt
 import loop
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 Values = dict[str, Any]  # for example a checkpoint
 DONE, FAILED, MISTAKE, STOPPED = range(4)  # exit codes; MISTAKE is that of click.UsageError
 
@@ -270,7 +270,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool], pool:
             "time": time.time(),
         }
         rate = (tokens - logged) / (time.perf_counter() - logged_at)
-        record |= {"tokens_per_s": rate, "tflops": rate * 6 * size / 1e12}
+        record |= {"tokens_per_s": rate, "tflops": rate * 6 * size / 1e12}  # 6 per weight
         if saving and (due or evaluating or saving.done()):
             best, saving = min(best, finish(saving)), None
         val_loss = math.inf
@@ -335,10 +335,12 @@ def find_checkpoint(out: str, storage: Any = None) -> Values:
     out: a folder or URL. Without `storage`, it can end with /best or /step-N.
     """
     folder, name = os.path.split(out.rstrip("/"))
-    if name != "best" and name[:5] != "step-":
+    if name != "best" and name[:5] != "step-" or os.path.isdir(out):
         folder, name = out, ""
     elif storage:
-        raise ValueError(f"--out {out} names a checkpoint; to start from it, use --init-from")
+        raise ValueError(
+            f"--out {out}: such a name is a checkpoint's; start from it with --init-from"
+        )
     storage = storage or open_storage(folder)
     entries = storage.list_checkpoints(folder)
     if name == "best":
@@ -363,7 +365,7 @@ def read_init(given: Values) -> Values:
         return {}
     from extras import convert
 
-    found = {} if os.path.isfile(path) else find_checkpoint(path)
+    found = {} if os.path.isfile(path) and "step-" not in path else find_checkpoint(path)
     return convert.start_state(path, found, given.get("block_size"))
 
 
@@ -384,21 +386,18 @@ def complete_flags(given: Values, saved: Values, device: torch.device) -> Values
     ValueError if flags contradict one another, or the checkpoint.
     """
     config = saved.get("config", {})
+    for name in given.keys() & config.keys() & PINNED:
+        if given[name] != config[name]:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {given[name]} contradicts {saved['name']}, made with "
+                f"{config[name]}; leave it out, or begin another run"
+            )
     divided = given.get("strategy", "ddp") != "ddp"
     defaults = {"dtype": default_dtype(device), "optimizer": "adamw" if divided else "muon"}
     restored = {name: config[name] for name in config.keys() & OPTIONS.keys() - NOT_RESTORED}
     values = defaults | restored | given
     for name in ("data", "val_data"):  # for a start from another working folder
         values[name] = [n if "://" in n else os.path.abspath(n) for n in values.get(name, ())]
-    for name in given.keys() & config.keys() - NOT_RESTORED - {"data", "val_data"}:
-        if values[name] != config[name]:
-            flag = f"--{name.replace('_', '-')} {values[name]}"
-            if name in PINNED:
-                raise ValueError(
-                    f"{flag} contradicts {saved['name']}, made with {config[name]}; leave it out, "
-                    "or begin another run"
-                )
-            say(f"Changed: {flag} (it was {config[name]})")
     if divided and values["optimizer"] == "muon":
         raise ValueError(f"--strategy {given['strategy']} needs --optimizer adamw")
     return values
@@ -438,7 +437,7 @@ def read_data(
     files, val_files = find_files(flags.data), find_files(flags.val_data)
     names = files + val_files
     if len({os.stat(name)[1:3] for name in names}) < len(names):  # device and inode
-        raise ValueError(f"--data and --val-data name a file twice: {names}")
+        raise ValueError("--data and --val-data name a file twice, so validation could be training")
     corpus = chardata.read(files, flags.tokenizer, saved.get("chars", ""), flags.vocab, val_files)
     if corpus.digest != saved.get("data", corpus.digest):
         raise ValueError(

@@ -93,9 +93,9 @@ def read_hf(folder: Path) -> State:
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; it must be {value!r}")
     weights: dict[str, Tensor] = {}
-    for file in folder.glob("model*.safetensors"):
+    for file in [*folder.glob("model-*.safetensors")] or [folder / "model.safetensors"]:
         weights |= load_file(file)
-    state = from_gpt2(weights, config["n_head"], True)
+    state = from_gpt2(weights, config["n_layer"], config["n_head"], True)
     if (tokenizer := folder / "tokenizer.json").exists():
         state["config"]["tokenizer"] = f"{tokenizer.absolute()}"
     return state
@@ -111,7 +111,8 @@ class DataUnpickler(pickle.Unpickler):
 def read_nanogpt(file: Path) -> State:
     """Read the ckpt.pt of nanoGPT, with the characters of a meta.pkl beside it."""
     found = torch.load(file, "cpu", weights_only=True)
-    state = from_gpt2(found["model"], found["model_args"]["n_head"], False)
+    sizes = found["model_args"]
+    state = from_gpt2(found["model"], sizes["n_layer"], sizes["n_head"], False)
     if (meta := file.with_name("meta.pkl")).exists():
         with meta.open("rb") as opened:
             chars = DataUnpickler(opened).load()["itos"]
@@ -120,7 +121,7 @@ def read_nanogpt(file: Path) -> State:
     return state
 
 
-def from_gpt2(theirs: dict[str, Tensor], heads: int, conv1d: bool) -> State:
+def from_gpt2(theirs: dict[str, Tensor], layers: int, heads: int, conv1d: bool) -> State:
     """Return the model of GPT-2's weights in float32. If there are no biases, they are zero.
 
     conv1d: the matrices of the blocks are (in, out), as in transformers.
@@ -130,7 +131,6 @@ def from_gpt2(theirs: dict[str, Tensor], heads: int, conv1d: bool) -> State:
         for name, weight in theirs.items()
         if not re.search(r"\.attn\.(masked_)?bias$|lm_head", name)  # old buffers; the tied weight
     }
-    layers = sum(name.endswith(".ln_1.weight") for name in theirs)
     ours: dict[str, Tensor] = {}
     for name, their_name in gpt2_names(layers).items():
         if name.endswith(".bias") and not any(name.endswith(".bias") for name in theirs):

@@ -42,8 +42,6 @@ STYLE: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "0.9",
-    "lines.linewidth": 1.3,
-    "lines.markersize": 4,
     "legend.frameon": False,
     "savefig.dpi": 300,
     "pdf.fonttype": 42,  # journals require it
@@ -69,7 +67,7 @@ def read(folder: str) -> Run:
     starts = [line["config"] | {"ranks": line["ranks"]} for line in lines if "config" in line]
     if not steps:
         raise ValueError(f"{path} has no step")
-    return Run(folder, [steps[step] for step in sorted(steps)], starts[-1])
+    return Run(folder, [steps[step] for step in sorted(steps)], [{}, *starts][-1])
 
 
 def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float]) -> list[float]:
@@ -106,8 +104,8 @@ def draw(runs: Sequence[Run]) -> Figure:
             panel.plot(xs, ys, color=color, linewidth=0.6, alpha=0.35)
             smoothed = smooth(ys, average)  # type: ignore[arg-type]
             panel.plot(xs, smoothed, color=color, linestyle=dash, label=label(run, runs))
-            if y == "loss":
-                dots = [(r[x], r["val_loss"]) for r in run.records if "val_loss" in r]
+            dots = [(r[x], r["val_loss"]) for r in run.records if "val_loss" in r]
+            if y == "loss" and dots:
                 panel.plot(*zip(*dots), "o", color=color, markerfacecolor="white")
         panel.set(xlabel=x, ylabel=title)
         panel.set_xlim(left=0)

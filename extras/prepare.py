@@ -63,23 +63,29 @@ def decode(ids: Iterable[int], tokenizer: str, chars: str = "") -> Iterator[str]
 def read_documents(names: Sequence[str]) -> Iterator[str]:
     """Yield the texts in files."""
     for name in names:
-        if name.endswith((".parquet", ".arrow")):
-            from pyarrow import ipc, memory_map, parquet
+        try:
+            yield from read_file(name)
+        except KeyError as error:
+            raise click.UsageError(f"{name}: a document has no field 'text'") from error
 
-            file: Any = memory_map(name)
-            arrow = name.endswith(".arrow")
-            for part in (
-                ipc.open_stream(file) if arrow else parquet.ParquetFile(file).iter_batches()
-            ):
-                yield from part["text"].to_pylist()
-            continue
-        with open(name, encoding="utf-8-sig", newline="") as file:
-            if name.endswith(".jsonl"):
-                yield from (json.loads(line)["text"] for line in file)
-            elif name.endswith(".csv"):
-                yield from (row["text"] for row in csv.DictReader(file))
-            else:
-                yield file.read()
+
+def read_file(name: str) -> Iterator[str]:
+    """Yield the texts in a file. KeyError if one has no field "text"."""
+    if name.endswith((".parquet", ".arrow")):
+        from pyarrow import ipc, memory_map, parquet
+
+        file: Any = memory_map(name)
+        arrow = name.endswith(".arrow")
+        for part in ipc.open_stream(file) if arrow else parquet.ParquetFile(file).iter_batches():
+            yield from part["text"].to_pylist()
+        return
+    with open(name, encoding="utf-8-sig", newline="") as file:
+        if name.endswith(".jsonl"):
+            yield from (json.loads(line)["text"] for line in file)
+        elif name.endswith(".csv"):
+            yield from (row["text"] for row in csv.DictReader(file))
+        else:
+            yield file.read()
 
 
 def read_ids(name: str) -> np.ndarray:
@@ -130,29 +136,26 @@ def main(data: Sequence[str], tokenizer: str, bpe: int, val_fraction: float, out
     names = [name for each in data for name in sorted(glob.glob(each)) or [each]]
     bar = click.progressbar(length=sum(map(os.path.getsize, names)))
     os.makedirs(out, exist_ok=True)
-    try:
-        if names[0].endswith((".bin", ".npy")):
-            chunks: Any = [*map(read_ids, names)]
-            dtype = np.dtype(f"u{max(chunk.itemsize for chunk in chunks)}")
-        elif tokenizer or bpe:
-            loaded = load(tokenizer) if tokenizer else train_bpe(names, bpe)
-            loaded.save(f"{out}/tokenizer.json")
-            dtype = np.min_scalar_type(max(loaded.get_vocab().values()))
-            chunks = encode_files(names, loaded, bar.update)
-        else:
-            raise click.UsageError("documents need --tokenizer or --bpe")
-        with tempfile.TemporaryFile(dir=out) as file:
-            with bar:
-                for chunk in chunks:
-                    file.write(chunk.astype(dtype))
-            file.flush()
-            ids = np.memmap(file, dtype, "r")
-            cut = round(len(ids) * (1 - val_fraction))
-            for name, part in (("train", ids[:cut]), ("val", ids[cut:])):
-                np.save(f"{out}/{name}.npy", part)
-                click.echo(f"wrote {out}/{name}.npy: {len(part):,} tokens")
-    except KeyError as error:
-        raise click.UsageError(f"a document has no field {error}") from error
+    if names[0].endswith((".bin", ".npy")):
+        chunks: Any = [*map(read_ids, names)]
+        dtype = np.dtype(f"u{min(4, max(chunk.itemsize for chunk in chunks))}")
+    elif tokenizer or bpe:
+        loaded = load(tokenizer) if tokenizer else train_bpe(names, bpe)
+        loaded.save(f"{out}/tokenizer.json")
+        dtype = np.min_scalar_type(max(loaded.get_vocab().values()))
+        chunks = encode_files(names, loaded, bar.update)
+    else:
+        raise click.UsageError("documents need --tokenizer or --bpe")
+    with tempfile.TemporaryFile(dir=out) as file:
+        with bar:
+            for chunk in chunks:
+                file.write(chunk.astype(dtype))
+        file.flush()
+        ids = np.memmap(file, dtype, "r")
+        cut = round(len(ids) * (1 - val_fraction))
+        for name, part in (("train", ids[:cut]), ("val", ids[cut:])):
+            np.save(f"{out}/{name}.npy", part)
+            click.echo(f"wrote {out}/{name}.npy: {len(part):,} tokens")
 
 
 if __name__ == "__main__":

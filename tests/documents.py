@@ -17,7 +17,7 @@ FOREIGN_FLAGS = {
     "tests/bench.py": "--gpu --nanogpt --seconds",
     "pytest": "--dist",
     "pip": "--index-url",
-    "others": "--bpe --logdir --no-index --check --out_dir --init_from --local-rank",
+    "others": "--bpe --logdir --no-index --check --out_dir --init_from --local-rank --momentum",
 }
 
 

@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-from functools import partial
 from itertools import islice
 
 import torch
@@ -68,8 +67,9 @@ def main(world, stop):
                 print(f"epoch {epoch}: loss {report.loss:.4f}, accuracy {accuracy:.4f}")
         state = ckpt.snapshot(replica, [opt], scheduler=scheduler.state_dict())
         # The three newest files stay, and the one with the lowest "loss", here the error rate.
-        save = partial(ckpt.save, "out-tutorial", state, step, loss=error_rate, keep=3)
-        ddp_setup.from_rank_zero(save, world)
+        ddp_setup.from_rank_zero(
+            lambda: ckpt.save("out-tutorial", state, step, loss=error_rate, keep=3), world
+        )
         if report.stop and step < last:
             if world.rank == 0:
                 print(f"stopped after step {step}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 # The modules are two folders up. If they are beside this script, this line changes nothing.
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -45,7 +45,7 @@ def make_images(n):
 
 
 @dataclass
-class Augmented(Dataset):
+class Augmented:
     """The images of one epoch, each cropped and flipped at random."""
 
     images: torch.Tensor

@@ -14,7 +14,6 @@ import os
 import random
 import sys
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 import torch
@@ -85,7 +84,7 @@ def main(world, stop, workers):
 
     def save():
         state = ckpt.snapshot(replica, [opt], position=int(position))
-        ddp_setup.from_rank_zero(partial(ckpt.save, "out-stream", state, step, keep=3), world)
+        ddp_setup.from_rank_zero(lambda: ckpt.save("out-stream", state, step, keep=3), world)
 
     dataset = RankBatches(position, world.rank, world.size)
     loader = DataLoader(dataset, batch_size=None, num_workers=workers, worker_init_fn=detach)

@@ -32,7 +32,10 @@ def start(script: Path, folder: Path, ranks: int, args: list[str], env: dict) ->
         free.close()
         for process in processes:
             process.join(120)
+        hung = [process for process in processes if process.exitcode is None]
+        for process in hung:
             process.kill()
+        assert not hung, f"{script} hangs"
         texts = [Path(outputs, name).read_text() for name in ("1", "2")]
     codes = [process.exitcode for process in processes if process.exitcode]
     return CompletedProcess(script, [*codes, 0][0], *texts)

@@ -1,4 +1,4 @@
-"""Run the scripts of extras/tutorial as a user does."""
+"""Run the scripts of extras/tutorial, in forks or, with `start`, as a user does."""
 
 import importlib
 import re

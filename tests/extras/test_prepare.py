@@ -155,7 +155,7 @@ def test_text_for_a_tokenizer_is_refused_in_one_line(tmp_path, file):
             *map(str, how),
         ]
         done = subprocess.run([*script, "--out", tmp_path], capture_output=True, text=True)
-        assert done.returncode == 2 and "Error: a document has no field 'text'\n" in done.stderr
+        assert done.returncode == 2 and "a.csv: a document has no field 'text'\n" in done.stderr
 
 
 def test_a_tokenizer_that_truncates_loses_no_text(trained, file):
