@@ -54,7 +54,7 @@ def write_nanogpt(folder: Path, model: gpt.GPT, bias: bool = True, **more: Any) 
     named |= {"lm_head.weight": weights["head.weight"]}
     saved = {f"_orig_mod.{n}": w for n, w in named.items() if bias or not n.endswith("bias")}
     optimizer = {"state": {0: {"step": torch.ones(())}}}
-    state = {"model": saved, "model_args": {"n_head": 4}, "optimizer": optimizer}
+    state = {"model": saved, "model_args": {"n_layer": 3, "n_head": 4}, "optimizer": optimizer}
     torch.save(state | more, folder / "ckpt.pt")
 
 
@@ -98,6 +98,7 @@ def test_a_gpt2_that_transformers_saved_gives_the_same_logits(tmp_path, how):
         ({"model_type": "llama"}, {}, "model_type is 'llama'"),
         ({}, {"transformer.h.1.mlp.c_fc.bias": None}, "h.1.mlp.c_fc.bias"),
         ({}, {"h.1.extra": torch.ones(1)}, "h.1.extra is not a weight"),
+        ({"n_layer": 9}, {}, "h.[3-8].ln_1.weight"),  # for example if a file of several is missing
     ],
 )
 def test_a_model_that_is_not_gpt2_is_refused(tmp_path, told, changed, said):
@@ -191,7 +192,7 @@ def test_a_foreign_or_damaged_file_is_one_line_and_no_code_runs(tmp_path, monkey
     elif kind == "a tensor":
         torch.save(torch.ones(3), file)
     elif kind == "no weights":
-        torch.save({"model": {}, "model_args": {"n_head": 1}}, file)
+        torch.save({"model": {}, "model_args": {"n_layer": 1, "n_head": 1}}, file)
     with pytest.raises(ValueError, match=f"^{tmp_path} cannot be converted: ") as caught:
         convert.read(f"{tmp_path}")
     assert "\n" not in f"{caught.value}" and not (tmp_path / "was-run").exists()
