@@ -134,7 +134,7 @@ def resume_(
     Every rank must call this, and all get the same. Only rank 0 reads the folder. It sets damaged
     checkpoints aside, with a warning. Without a checkpoint, the result is (0, {}).
 
-    scheduler: one of torch. snapshot() must have got scheduler=scheduler.state_dict().
+    scheduler: one of torch, with cycle_momentum=False. Give snapshot() scheduler.state_dict() too.
     ValueError if something does not fit: see restore_. OSError if the folder cannot be read.
     """
     state: State = {}

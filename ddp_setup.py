@@ -316,8 +316,8 @@ def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 1
     first, and ProcessExitedException its exit code. The other ranks then get 4 seconds to end, then
     SIGTERM, and after 4 more seconds SIGKILL.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError("spawn: a launcher has started this process; it cannot start ranks")
+    if nprocs < 1 or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("spawn: nprocs is 0, or a launcher has started this process itself")
     # The ranks meet at this store. Given a socket, torch listens on the loopback address only.
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()

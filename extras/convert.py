@@ -60,8 +60,8 @@ def start_state(path: str, found: State, block_size: int | None = None) -> State
         from extras import sharded
 
         found = found | {"model": sharded.read_model(found)}
-    names = {*SIZES, "arch", "tokenizer"} & found["config"].keys()
-    config, weights = {name: found["config"][name] for name in names}, found["model"]
+    config, weights = found["config"], found["model"]
+    config = {name: config[name] for name in config if name in (*SIZES, "arch", "tokenizer")}
     longest = config["block_size"]
     if block_size and block_size > longest:
         raise ValueError(f"--block-size {block_size}: the context of {path} has {longest} tokens")
@@ -184,8 +184,7 @@ def write_hf(folder: Path, weights: dict[str, Tensor], config: State, chars: str
     if config["tokenizer"] not in ("char", "byte"):
         shutil.copy(config["tokenizer"], folder / "tokenizer.json")
     elif chars or config["tokenizer"] == "byte":
-        tokenizer = make_tokenizer(chars)
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(json.dumps(make_tokenizer(chars)), "utf-8")
 
 
 def make_tokenizer(chars: str) -> State:
@@ -205,9 +204,9 @@ def make_tokenizer(chars: str) -> State:
         model = {"type": "BPE", "vocab": {c: i for i, c in enumerate(names)}, "merges": []}
         split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
         decoder = split  # type: ignore[assignment]
-    parts = dict(pre_tokenizer=split, decoder=decoder, model=model)
     # null and not missing: transformers.js needs these keys.
-    return dict(version="1.0", added_tokens=[], normalizer=None, post_processor=None) | parts
+    empty: State = dict(version="1.0", added_tokens=[], normalizer=None, post_processor=None)
+    return empty | dict(pre_tokenizer=split, decoder=decoder, model=model)
 
 
 @click.command()
@@ -226,8 +225,8 @@ def main(checkpoint: str, output: str) -> None:
     if output.endswith(".safetensors"):
         from safetensors.torch import save
 
-        about = {"config": json.dumps(vars(flags)), "chars": saved["chars"]}
-        Path(output).write_bytes(save(weights, about))
+        config = json.dumps(vars(flags))
+        Path(output).write_bytes(save(weights, {"config": config, "chars": saved["chars"]}))
     elif flags.arch == "gpt2":
         write_hf(Path(output), weights, vars(flags), saved["chars"])
     else:

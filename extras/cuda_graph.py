@@ -48,9 +48,8 @@ def graph_(
     eager, parameters = model.forward, list(model.parameters())
 
     def with_autocast(*inputs: Any) -> Any:
-        enabled = dtype != torch.float32
         # torch cannot record with the cache of autocast.
-        with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
+        with torch.autocast("cuda", dtype, dtype != torch.float32, cache_enabled=False):
             return eager(*inputs)
 
     def shapes_and_dtypes(inputs: tuple[Any, ...]) -> list[Any]:

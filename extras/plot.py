@@ -63,11 +63,17 @@ def read(folder: str) -> Run:
         from fsspec import open as opener  # type: ignore[no-redef]
     with opener(path) as file:
         lines = [json.loads(line) for line in file]
-    steps = {line["step"]: line for line in lines if "step" in line}
+    records: list[dict[str, Any]] = []
+    for line in lines:
+        if "step" in line:
+            # A resumed run repeats steps, or leaves them out.
+            while records and records[-1]["step"] >= line["step"]:
+                records.pop()
+            records.append(line)
     starts = [line["config"] | {"ranks": line["ranks"]} for line in lines if "config" in line]
-    if not steps:
+    if not records:
         raise ValueError(f"{path} has no step")
-    return Run(folder, [steps[step] for step in sorted(steps)], [{}, *starts][-1])
+    return Run(folder, records, [{}, *starts][-1])
 
 
 def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float]) -> list[float]:
@@ -102,8 +108,8 @@ def draw(runs: Sequence[Run]) -> Figure:
         for run, color, dash in zip(runs, cycle(COLORS), cycle(DASHES)):
             xs, ys = [r[x] for r in run.records], [r[y] for r in run.records]
             panel.plot(xs, ys, color=color, linewidth=0.6, alpha=0.35)
-            smoothed = smooth(ys, average)  # type: ignore[arg-type]
-            panel.plot(xs, smoothed, color=color, linestyle=dash, label=label(run, runs))
+            line = smooth(ys, average)  # type: ignore[arg-type]
+            panel.plot(xs, line, color=color, linestyle=dash, label=label(run, runs))
             dots = [(r[x], r["val_loss"]) for r in run.records if "val_loss" in r]
             if y == "loss" and dots:
                 panel.plot(*zip(*dots), "o", color=color, markerfacecolor="white")

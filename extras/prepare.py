@@ -154,7 +154,9 @@ def main(data: Sequence[str], tokenizer: str, bpe: int, val_fraction: float, out
         ids = np.memmap(file, dtype, "r")
         cut = round(len(ids) * (1 - val_fraction))
         for name, part in (("train", ids[:cut]), ("val", ids[cut:])):
-            np.save(f"{out}/{name}.npy", part)
+            np.save(f"{out}/.{name}.npy", part)
+            # A training that has mapped the old file keeps it.
+            os.replace(f"{out}/.{name}.npy", f"{out}/{name}.npy")
             click.echo(f"wrote {out}/{name}.npy: {len(part):,} tokens")
 
 

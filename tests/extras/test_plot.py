@@ -88,6 +88,17 @@ def test_the_figure_shows_each_step_once_with_its_last_values(out):
     assert first.endswith(f"do$lar (lr {run.config['lr']})") and second == "x (lr 7.0)"
 
 
+def test_steps_that_a_resume_has_left_behind_are_not_drawn(tmp_path):
+    """A run that was killed after step 9 goes on from step 4, with lines at other steps."""
+    start = {"config": {"lr": 1.0}, "ranks": 1}
+    steps = [{"step": step, "loss": 1.0} for step in (2, 4, 6, 7, 9)]
+    again = [{"step": step, "loss": 2.0} for step in (6, 8)]
+    lines = [start, *steps, start, *again]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = plot.read(f"{tmp_path}").records
+    assert [(r["step"], r["loss"]) for r in found] == [(2, 1), (4, 1), (6, 2), (8, 2)]
+
+
 @pytest.mark.parametrize("start", ["", "file://"])
 def test_the_script_draws_a_picture_and_mistakes_are_one_line(out, tmp_path, start):
     def drawn(*args: object) -> subprocess.CompletedProcess[str]:

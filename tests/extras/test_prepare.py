@@ -117,6 +117,9 @@ def test_shards_of_nanogpt_and_llm_c_are_joined(tmp_path):
     shards = [tmp_path / "?.bin", tmp_path / "3.npy"]
     train, val = prepared(tmp_path / "a", *shards, "--val-fraction", 0.1)
     assert np.concatenate([train, val]).tolist() == [*ids, *(ids + 7), *ids[::2]]
+    mapped, was = np.load(tmp_path / "a" / "train.npy", "r"), train.copy()
+    prepared(tmp_path / "a", tmp_path / "3.npy")
+    assert mapped.tolist() == was.tolist()  # as in a training that runs
     assert len(val) == 250 and train.dtype == np.uint16
     (tmp_path / "2.bin").write_bytes(llm_c(ids + np.uint32(100_000), 20240801))
     train, _ = prepared(tmp_path / "b", *shards, "--val-fraction", 0)
