@@ -29,7 +29,7 @@ USES = {
     "convert": """
         import torch
         weights = {name: torch.ones(12, 4) for name in convert.gpt2_names(layers=1).values()}
-        torch.save({"model": weights, "model_args": {"n_head": 2}}, "ckpt.pt")
+        torch.save({"model": weights, "model_args": {"n_layer": 1, "n_head": 2}}, "ckpt.pt")
         assert convert.start_state("ckpt.pt", {})["config"]["vocab"] == 12
     """,
     "fsdp": """
