@@ -5,11 +5,12 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
+
+import torch.distributed as dist
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch._dynamo", "forks"])
@@ -17,10 +18,11 @@ FORKS.set_forkserver_preload(["torch._dynamo", "forks"])
 
 def start(script: Path, folder: Path, ranks: int, args: list[str], env: dict) -> CompletedProcess:
     """Run a script in `folder`. The exit code is that of the first rank that has one, or 0."""
-    with socket.create_server(("127.0.0.1", 0)) as free, TemporaryDirectory() as outputs:
-        port = free.getsockname()[1]
+    # As torchrun does, serve the store in the parent, at a port that nobody else can take.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with TemporaryDirectory() as outputs:
         common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": port, **env}
+        common |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True, **env}
         processes = []
         for rank in range(ranks):
             own = {"RANK": rank, "LOCAL_RANK": rank, **common}
@@ -29,7 +31,6 @@ def start(script: Path, folder: Path, ranks: int, args: list[str], env: dict) ->
             given = script, folder, outputs, args, variables
             processes.append(FORKS.Process(target=be_rank, args=given))
             processes[-1].start()
-        free.close()
         for process in processes:
             process.join(120)
         hung = [process for process in processes if process.exitcode is None]
