@@ -79,13 +79,14 @@ def read(
     with line breaks.
 
     Files .npy (1-d, unsigned integers) and .bin (uint16, without a header) contain ids, so
-    `tokenizer` is ignored. A single one is memory-mapped; several are joined in memory. The
-    vocabulary size is `vocab`, or the highest id + 1, rounded up to a multiple of 64. ValueError if
-    an id is too high for `vocab`.
+    `tokenizer` is ignored, and `chars` must be empty. A single one is memory-mapped; several are
+    joined in memory. The vocabulary size is `vocab`, or the highest id + 1, rounded up to a
+    multiple of 64. ValueError if an id is too high for `vocab`.
     """
     groups = files, val_files
     if any(name.endswith((".bin", ".npy")) for name in (*files, *val_files)):
-        chars = ""
+        if chars:
+            raise ValueError("a model of characters needs text, not token files")
         arrays = [_read_ids(group) for group in groups]
         highest = max(int(array.max(initial=0)) for array in arrays)
         size = vocab or 64 * (highest // 64 + 1)
@@ -95,16 +96,16 @@ def read(
         texts = [b"\n".join(Path(name).read_bytes() for name in group) for group in groups]
         if not files:
             texts[0] = "\n".join(topics.values()).encode()
-        if tokenizer not in ("char", "byte"):
-            raise ValueError(
-                f"--tokenizer {tokenizer} needs token files (extras/prepare.py), not text"
-            )
         if tokenizer == "byte":
             chars, arrays = "", [np.frombuffer(text, np.uint8) for text in texts]
-        else:
+        elif tokenizer == "char":
             decoded = [text.decode("utf-8-sig") for text in texts]
             chars = chars or "".join(sorted({*decoded[0], *decoded[1]}))
             arrays = [encode(text, tokenizer, chars) for text in decoded]
+        else:
+            raise ValueError(
+                f"--tokenizer {tokenizer} needs token files (extras/prepare.py), not text"
+            )
         size = len(chars) or 256
     if vocab not in (None, size):
         raise ValueError(f"the text has a vocabulary of {size}, not {vocab}")
@@ -117,7 +118,8 @@ def _read_ids(names: Sequence[str]) -> np.ndarray:
     for name in names:
         try:
             ids = np.load(name, "r") if name.endswith(".npy") else np.memmap(name, "<u2", "r")
-            if ids.ndim != 1 or ids.dtype.kind != "u" or name[-4:] not in (".bin", ".npy"):
+            llm_c = bytes(ids[:2]) in (b"\x88\xd84\1", b"\xa1\xd94\1")  # headers
+            if ids.ndim != 1 or ids.dtype.kind != "u" or name[-4:] not in (".bin", ".npy") or llm_c:
                 raise ValueError("does not contain unsigned integers (n,) as .npy or .bin")
         except (ValueError, EOFError) as error:
             raise ValueError(f"{name}: {error}") from None

@@ -322,9 +322,7 @@ def lock(folder: str) -> IO[str]:
     on some network file systems), there is a warning.
     """
     os.makedirs(folder, exist_ok=True)
-    # Do not follow a link. Windows does not have this flag.
-    mode = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    file = open(os.open(Path(folder, ".lock"), mode, 0o666))
+    file = open(Path(folder, ".lock"), "a")
     try:
         import fcntl
 

@@ -131,15 +131,15 @@ class Flags:
     )
     device: str = option("auto", "Device to use.", Choice("auto cpu cuda mps".split()))
     dtype: str = option(
-        "auto",
-        "Type of the computation. auto: bfloat16 on hardware that has it, else float32.",
-        Choice("auto float32 bfloat16 float16".split()),
+        None,
+        "Type of the computation.  [default: bfloat16 on hardware that has it, else float32]",
+        Choice("float32 bfloat16 float16".split()),
     )
     compile: bool = option(False, "Use torch.compile.", is_flag=True)
     checkpoint_activations: bool = option(
         False, "Compute blocks again in the backward pass: less memory.", is_flag=True
     )
-    timeout: float = option(600.0, "Seconds to wait for another rank.", POSITIVE)
+    timeout: int = option(600, "Seconds to wait for another rank.", COUNT)
     out: str = option("out", "Folder or URL. For sample and eval also OUT/best or OUT/step-N.")
     eval_every: int = option(100, "Steps between evaluations.", COUNT)
     eval_tokens: int = option(131072, "Tokens in an evaluation; 0 means all.", FROM_ZERO)
@@ -335,12 +335,12 @@ def find_checkpoint(out: str, storage: Any = None) -> Values:
     out: a folder or URL. Without `storage`, it can end with /best or /step-N.
     """
     folder, name = os.path.split(out.rstrip("/"))
-    if name != "best" and name[:5] != "step-" or os.path.isdir(out):
+    if os.path.isdir(out) or not (
+        os.path.isfile(out) or name == "best" or name.startswith("step-")
+    ):
         folder, name = out, ""
     elif storage:
-        raise ValueError(
-            f"--out {out}: such a name is a checkpoint's; start from it with --init-from"
-        )
+        raise ValueError(f"--out {out} is not a folder; to start from it, use --init-from")
     storage = storage or open_storage(folder)
     entries = storage.list_checkpoints(folder)
     if name == "best":
@@ -365,8 +365,7 @@ def read_init(given: Values) -> Values:
         return {}
     from extras import convert
 
-    found = {} if os.path.isfile(path) and "step-" not in path else find_checkpoint(path)
-    return convert.start_state(path, found, given.get("block_size"))
+    return convert.start_state(path, find_checkpoint(path), given.get("block_size"))
 
 
 def read_on_rank_zero(read: Callable[[], Values], world: ddp_setup.World) -> Values:
@@ -404,7 +403,7 @@ def complete_flags(given: Values, saved: Values, device: torch.device) -> Values
 
 
 def default_dtype(device: torch.device) -> str:
-    """Return the type of the computation for --dtype auto."""
+    """Return the default of --dtype."""
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:  # torch 2.12 has no get_capabilities.
@@ -582,6 +581,7 @@ SHARED = [OPTIONS["out"], OPTIONS["device"]]
     help="Only the most probable tokens whose probabilities add up to P.",
 )
 @click.option("--seed", type=int, help="To get the same texts again.")
+@click.option("--tokenizer", metavar="TOKENIZER.json", help="[default: that of the training]")
 def sample(
     out: str,
     device: str,
@@ -589,6 +589,7 @@ def sample(
     max_new_tokens: int,
     num_samples: int,
     seed: int | None,
+    tokenizer: str | None,
     **settings: Any,
 ) -> None:
     """Print text that a model generates.
@@ -601,17 +602,18 @@ def sample(
         if world.rank:  # Only rank 0 generates.
             return
         codec: Any = chardata
+        tokenizer = tokenizer or flags.tokenizer
         with one_line():
-            if flags.tokenizer not in ("char", "byte"):
+            if tokenizer not in ("char", "byte"):
                 from extras import prepare as codec
 
-            ids = codec.encode(prompt, flags.tokenizer, saved["chars"]).tolist() or [0]
+            ids = codec.encode(prompt, tokenizer, saved["chars"]).tolist() or [0]
         torch.manual_seed(torch.seed() if seed is None else seed)
         for number in range(num_samples):
             if number:
-                click.echo("-" * 20)
+                click.echo("--------------------")
             new = islice(gpt.sample(model, torch.tensor(ids), **settings), max_new_tokens)
-            for piece in codec.decode(chain(ids, map(int, new)), flags.tokenizer, saved["chars"]):
+            for piece in codec.decode(chain(ids, map(int, new)), tokenizer, saved["chars"]):
                 click.echo(piece, nl=False)
             click.echo()
 
@@ -706,11 +708,10 @@ def cli(ctx: click.Context, /, **values: Any) -> int:
         if ctx.default_map or ParameterSource.COMMANDLINE in map(ctx.get_parameter_source, values):
             raise click.UsageError(f"give no --config, and flags only after the command {command}")
         return DONE
-    # "auto" is as if the flag were not given: a resumed run keeps what it had.
     given = {
         name: value
         for name, value in values.items()
-        if ctx.get_parameter_source(name) != ParameterSource.DEFAULT and value != "auto"
+        if ctx.get_parameter_source(name) != ParameterSource.DEFAULT
     }
     if values["spawn"] is None:
         return run_rank(given)

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 LossFn = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 InitialWeight = Callable[[str, torch.Size], Tensor]
-STRATEGIES = ("zero", "fsdp")
 
 
 def shard_(
@@ -58,8 +57,8 @@ def shard_(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    if strategy not in ("zero", "fsdp"):
+        raise ValueError(f"strategy {strategy!r} is not zero or fsdp")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if not dist.is_initialized():
         _fill_meta_(model, names, initial_weight)
@@ -97,14 +96,9 @@ def _send_from_rank_0_(part: nn.Module, filled: set[int]) -> None:
     for tensor in chain(part.parameters(), part.buffers()):
         # A DTensor was divided before.
         if not isinstance(tensor, DTensor) and id(tensor) not in filled:
-            _broadcast_(tensor.detach())
-
-
-def _broadcast_(tensor: Tensor) -> None:
-    """Replace a tensor by that of rank 0."""
-    dense = tensor.contiguous()  # dist ignores strides
-    dist.broadcast(dense, 0)
-    tensor.copy_(dense)
+            dense = tensor.detach().contiguous()  # dist ignores strides
+            dist.broadcast(dense, 0)
+            tensor.detach().copy_(dense)
 
 
 Padded = tuple[Any, bool]  # a batch, and whether it was added

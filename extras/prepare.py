@@ -31,6 +31,7 @@ import click
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+TOKENS = (".bin", ".npy")
 # Names of the token that ends a text, in GPT-2, Llama 3, Llama 2 and T5, Gemma, DeepSeek
 ENDINGS = "<|endoftext|> <|end_of_text|> </s> <eos> <｜end▁of▁sentence｜>".split()
 # Pieces of a text, to be encoded in parallel. They end before a space between two letters, or after
@@ -60,17 +61,19 @@ def decode(ids: Iterable[int], tokenizer: str, chars: str = "") -> Iterator[str]
     return (stream.step(loaded, i) or "" for i in ids)
 
 
-def read_documents(names: Sequence[str]) -> Iterator[str]:
-    """Yield the texts in files."""
+def read_each(names: Sequence[str], read: Callable[[str], Iterator[Any]]) -> Iterator[Any]:
+    """Yield what is in files. read: read_documents or read_ids."""
     for name in names:
         try:
-            yield from read_file(name)
-        except KeyError as error:
-            raise click.UsageError(f"{name}: a document has no field 'text'") from error
+            yield from read(name)
+        except (OSError, LookupError, ValueError) as error:
+            raise click.UsageError(
+                f"{name}: no ids, or documents with a field 'text': {type(error).__name__}: {error}"
+            ) from error
 
 
-def read_file(name: str) -> Iterator[str]:
-    """Yield the texts in a file. KeyError if one has no field "text"."""
+def read_documents(name: str) -> Iterator[str]:
+    """Yield the texts in a file."""
     if name.endswith((".parquet", ".arrow")):
         from pyarrow import ipc, memory_map, parquet
 
@@ -79,22 +82,27 @@ def read_file(name: str) -> Iterator[str]:
         for part in ipc.open_stream(file) if arrow else parquet.ParquetFile(file).iter_batches():
             yield from part["text"].to_pylist()
         return
+    csv.field_size_limit(1 << 30)
     with open(name, encoding="utf-8-sig", newline="") as file:
         if name.endswith(".jsonl"):
-            yield from (json.loads(line)["text"] for line in file)
+            yield from (json.loads(line)["text"] for line in file if line.strip())
         elif name.endswith(".csv"):
             yield from (row["text"] for row in csv.DictReader(file))
         else:
             yield file.read()
 
 
-def read_ids(name: str) -> np.ndarray:
-    """Return the ids of a token file, which is not read into memory."""
+def read_ids(name: str) -> Iterator[np.ndarray]:
+    """Yield the ids of a token file as one array, which is not read into memory."""
     if name.endswith(".npy"):
-        return np.load(name, "r")
-    magic = int(np.fromfile(name, "<u4", 1)[0])  # No file of nanoGPT with GPT-2's ids begins so.
-    kinds = {20240520: "<u2", 20240801: "<u4"}  # of llm.c: GPT-2, Llama 3
-    return np.memmap(name, kinds.get(magic, "<u2"), "r", 1024 * (magic in kinds))
+        ids = np.load(name, "r")
+    else:
+        magic = int(np.fromfile(name, "<u4", 1)[0])  # No file of nanoGPT with GPT-2's ids has it.
+        kinds = {20240520: "<u2", 20240801: "<u4"}  # of llm.c: GPT-2, Llama 3
+        ids = np.memmap(name, kinds.get(magic, "<u2"), "r", 1024 * (magic in kinds))
+    if ids.dtype.kind != "u" or not name.endswith(TOKENS):
+        raise ValueError("not a .npy or .bin of unsigned integers")
+    yield ids
 
 
 def train_bpe(names: Sequence[str], size: int) -> Tokenizer:
@@ -105,50 +113,55 @@ def train_bpe(names: Sequence[str], size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=ENDINGS[:1], initial_alphabet=alphabet
     )
-    tokenizer.train_from_iterator(read_documents(names), trainer)
+    tokenizer.train_from_iterator(read_each(names, read_documents), trainer)
     return tokenizer
 
 
-def encode_files(
-    names: Sequence[str], tokenizer: Tokenizer, done: Callable[[int], object]
-) -> Iterator[np.ndarray]:
-    """Yield the ids of documents. done: is called with numbers of characters that are encoded."""
+def encode_files(names: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the ids of documents."""
     end = next((name for name in ENDINGS if tokenizer.token_to_id(name) is not None), "\n")
-    texts = (text for text in read_documents(names) if text)
-    pieces = (piece for text in texts for piece in (*PIECES.findall(text), end))
+    pieces = (
+        piece
+        for text in read_each(names, read_documents)
+        if text
+        for piece in (*PIECES.findall(text), end)
+    )
     while batch := [*islice(pieces, 64)]:
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             yield np.array(encoding.ids)
-        done(sum(map(len, batch)))
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("data", nargs=-1, required=True)
-@click.option("--tokenizer", help="A tokenizer.json, for documents.")
+@click.option("--tokenizer", type=click.Path(exists=True), help="A tokenizer.json, for documents.")
 @click.option("--bpe", type=int, help="Train a tokenizer with this number of tokens.")
-@click.option("--val-fraction", default=0.01, show_default=True, help="The last part, for val.npy.")
-@click.option("--out", default="data", show_default=True, help="Folder to write to.")
+@click.option(
+    "--val-fraction",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    help="The last part, for val.npy.",
+)
+@click.option("--out", default="data", help="Folder to write to.")
 def main(data: Sequence[str], tokenizer: str, bpe: int, val_fraction: float, out: str) -> None:
     """Turn documents or token files into train.npy and val.npy.
 
     The disk must have room for the ids twice.
     """
-    names = [name for each in data for name in sorted(glob.glob(each)) or [each]]
-    bar = click.progressbar(length=sum(map(os.path.getsize, names)))
+    names = [name for each in data for name in sorted(glob.glob(each, recursive=True)) or [each]]
     os.makedirs(out, exist_ok=True)
-    if names[0].endswith((".bin", ".npy")):
-        chunks: Any = [*map(read_ids, names)]
-        dtype = np.dtype(f"u{min(4, max(chunk.itemsize for chunk in chunks))}")
+    if any(name.endswith(TOKENS) for name in names):
+        chunks: Any = [*read_each(names, read_ids)]
+        dtype = np.result_type(*chunks)
     elif tokenizer or bpe:
         loaded = load(tokenizer) if tokenizer else train_bpe(names, bpe)
         loaded.save(f"{out}/tokenizer.json")
         dtype = np.min_scalar_type(max(loaded.get_vocab().values()))
-        chunks = encode_files(names, loaded, bar.update)
+        chunks = encode_files(names, loaded)
     else:
         raise click.UsageError("documents need --tokenizer or --bpe")
     with tempfile.TemporaryFile(dir=out) as file:
-        with bar:
-            for chunk in chunks:
+        with click.progressbar(chunks, show_pos=True) as bar:
+            for chunk in bar:
                 file.write(chunk.astype(dtype))
         file.flush()
         ids = np.memmap(file, dtype, "r")

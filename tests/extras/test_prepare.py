@@ -92,7 +92,7 @@ def write_documents(path, texts: list[str]) -> None:
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "parquet", "arrow"])
 def test_documents_of_each_format_are_divided_by_the_end_of_text(tmp_path, trained, file, suffix):
     """Otherwise the model learns that one document continues in the next."""
-    texts = ["one\r\n\n two", '"é😀", \u2028 漢', README]
+    texts = ["one\r\n\n two", '"é😀", \u2028 漢', README * 20]  # csv's limit is 131072
     write_documents(tmp_path / f"b.{suffix}", texts)
     write_documents(tmp_path / f"a.{suffix}", ["first"])
     found = prepared(tmp_path / "new", tmp_path / f"*.{suffix}", "--tokenizer", file)
@@ -137,6 +137,8 @@ def test_a_run_learns_documents_and_its_sample_is_text(tmp_path):
     greedy = ["--prompt", "the", "--temperature", 0, "--max-new-tokens", 20]
     ran = run("sample", "--out", tmp_path / "out", *greedy)
     assert ran.code == 0 and ran.out.startswith(f"the cat{END}the cat{END}"), ran
+    moved = path.rename(tmp_path / "moved.json")
+    assert run("sample", "--out", tmp_path / "out", *greedy, "--tokenizer", moved) == ran
     path.write_text("{}")
     ran = run("sample", "--out", tmp_path / "out", *greedy)
     assert ran.code == 2 and ran.err.count("\n") == 1 and f"{path}" in ran.err, ran
@@ -149,16 +151,32 @@ def test_text_for_a_tokenizer_is_refused_in_one_line(tmp_path, file):
     assert ran.code == 2 and "needs token files (extras/prepare.py), not text" in ran.err, ran
     with pytest.raises(subprocess.CalledProcessError):
         prepared(tmp_path, tmp_path / "a.txt")  # neither --tokenizer nor --bpe
+
+
+def test_what_cannot_be_read_is_named_in_one_line(tmp_path):
+    """Read as ids, text and negative numbers would be other ids without a word."""
     (tmp_path / "a.csv").write_text("id,body\n1,hello\n")
-    for how in (["--bpe", 300], ["--tokenizer", file]):
-        script = [
-            sys.executable,
-            ROOT / "extras" / "prepare.py",
-            tmp_path / "a.csv",
-            *map(str, how),
-        ]
-        done = subprocess.run([*script, "--out", tmp_path], capture_output=True, text=True)
-        assert done.returncode == 2 and "a.csv: a document has no field 'text'\n" in done.stderr
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n\n{"text"')
+    (tmp_path / "c.txt").write_bytes(b"\xff" * 99)
+    (tmp_path / "d.txt").write_text("text")
+    for name, ids in {"e": [1, -1], "f": [0.5], "g": np.ones(9, np.uint8)}.items():
+        np.save(tmp_path / f"{name}.npy", ids)
+    for names, error in {
+        "a.csv": "a.csv: .* documents with a field 'text': KeyError: 'text'",
+        "b.jsonl": "b.jsonl: .*Expecting",
+        "c.txt": "c.txt: .*can't decode",
+        "x.txt": "x.txt: .*No such file",
+        "e.npy": "e.npy: .*unsigned",
+        "f.npy": "f.npy: .*unsigned",
+        "g.npy d.txt": "d.txt: .*unsigned",
+        "g.npy x.npy": "x.npy: .*No such file",
+        "g.npy --val-fraction 2": "--val-fraction",
+        "d.txt --tokenizer x.json": "x.json",
+    }.items():
+        command = [sys.executable, ROOT / "extras" / "prepare.py", "--bpe", "300", *names.split()]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        *_, line = done.stderr.splitlines()
+        assert done.returncode == 2 and re.search(f"^Error: .*{error}", line), done
 
 
 def test_a_tokenizer_that_truncates_loses_no_text(trained, file):
