@@ -61,19 +61,21 @@ def read(folder: str) -> Run:
     path, opener = f"{folder}/metrics.jsonl", open
     if "://" in folder:
         from fsspec import open as opener  # type: ignore[no-redef]
-    with opener(path) as file:
+    with opener(path, "r") as file:
         lines = json.loads(f"[{','.join(file)}]")  # as a whole: an error then names the line
     records: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
     for line in lines:
         if "step" in line:
             # A resumed run repeats steps, or leaves them out.
             while records and records[-1]["step"] >= line["step"]:
                 records.pop()
             records.append(line)
-    starts = [line["config"] | {"ranks": line["ranks"]} for line in lines if "config" in line]
+        else:
+            config = line["config"] | {"ranks": line["ranks"]}
     if not records:
         raise ValueError(f"{path} has no step")
-    return Run(folder, records, [{}, *starts][-1])
+    return Run(folder, records, config)
 
 
 def smooth(values: Sequence[float], average: Callable[[Sequence[float]], float]) -> list[float]:
