@@ -85,8 +85,11 @@ def read(
     """
     groups = files, val_files
     if any(name.endswith((".bin", ".npy")) for name in (*files, *val_files)):
-        if chars:
-            raise ValueError("a model of characters needs text, not token files")
+        if tokenizer == "char":
+            if chars:
+                raise ValueError("a model of characters needs text, not token files")
+        elif tokenizer != "byte":
+            chars = chars or Path(tokenizer).read_text("utf-8")
         arrays = [_read_ids(group) for group in groups]
         highest = max(int(array.max(initial=0)) for array in arrays)
         size = vocab or 64 * (highest // 64 + 1)
@@ -109,7 +112,7 @@ def read(
         size = len(chars) or 256
     if vocab not in (None, size):
         raise ValueError(f"the text has a vocabulary of {size}, not {vocab}")
-    return Corpus(*arrays, size, chars, digest(arrays, chars))  # type: ignore[call-arg, arg-type]
+    return Corpus(*arrays, size, chars, digest(arrays, chars * (tokenizer == "char")))  # type: ignore[call-arg, arg-type]
 
 
 def _read_ids(names: Sequence[str]) -> np.ndarray:
@@ -118,8 +121,12 @@ def _read_ids(names: Sequence[str]) -> np.ndarray:
     for name in names:
         try:
             ids = np.load(name, "r") if name.endswith(".npy") else np.memmap(name, "<u2", "r")
-            llm_c = bytes(ids[:2]) in (b"\x88\xd84\1", b"\xa1\xd94\1")  # headers
-            if ids.ndim != 1 or ids.dtype.kind != "u" or name[-4:] not in (".bin", ".npy") or llm_c:
+            if (
+                ids.ndim != 1
+                or ids.dtype.kind != "u"
+                or name[-4:] not in (".bin", ".npy")
+                or bytes(ids[:2]) in (b"\x88\xd84\1", b"\xa1\xd94\1")  # headers of llm.c
+            ):
                 raise ValueError("does not contain unsigned integers (n,) as .npy or .bin")
         except (ValueError, EOFError) as error:
             raise ValueError(f"{name}: {error}") from None

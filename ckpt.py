@@ -58,7 +58,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     more: plain values and tensors. They are not copied: do not change them before save() has ended.
     """
     model = unwrap(model)
-    names = parameter_names(model, optimizers)
+    names = {p: name for name, p in model.named_parameters()}
     rank0 = not dist.is_initialized() or dist.get_rank() == 0
 
     @cache  # A tied weight is copied once.
@@ -76,7 +76,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> 
     state = {
         "model": copy_all(model.state_dict(keep_vars=True)),
         "optimizers": [
-            {"state": {names[p]: copy_all(values) for p, values in optimizer.state.items()}}
+            {"state": {names[p]: copy_all(values) for p, values in optimizer.state.items()}}  # type: ignore[index]
             for optimizer in optimizers
         ],
     }
@@ -94,7 +94,7 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     optimizers that have more than tensors and plain values for each parameter, such as LBFGS.
     """
     model = unwrap(model)
-    names = parameter_names(model, optimizers)
+    names = {p: name for name, p in model.named_parameters()}
     ours = model.state_dict()
 
     def misfit() -> str:
@@ -193,14 +193,6 @@ def placed(value: Any, like: Tensor) -> Any:
     return new.copy_(value)
 
 
-def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Any, str]:
-    """Return {parameter: its name}. ValueError if an optimizer has a parameter of another model."""
-    names = {p: name for name, p in model.named_parameters()}
-    if any(p not in names for o in optimizers for g in o.param_groups for p in g["params"]):
-        raise ValueError("an optimizer has a parameter that is not one of the model")
-    return names
-
-
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and torch.compile."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
@@ -235,7 +227,7 @@ def save(folder: str, state: State, step: int, loss: float = math.inf, keep: int
     if not state:
         raise ValueError("nothing to save: snapshot() gives the state to rank 0 only")
     os.makedirs(folder, exist_ok=True)
-    temporary = Path(folder, f"{TEMPORARY}{os.getpid()}")
+    temporary = Path(folder, f"{TEMPORARY}{os.getpid()}-{id(state)}")
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
@@ -326,7 +318,8 @@ def lock(folder: str) -> IO[str]:
     try:
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Unlike flock, a process that is forked from this one does not have this lock.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BlockingIOError(f"{folder} is in use by another run") from None
     except (ImportError, OSError) as error:

@@ -157,8 +157,8 @@ def is_first_failure(store: dist.Store) -> bool:
     faulthandler.dump_traceback_later(10, exit=True)  # A lost machine does not answer.
     try:
         return store.add("failures", 1) == 1
-    except dist.DistError:  # The process that served the store has ended.
-        print("Error: lost the store of the process group", file=sys.stderr)
+    except dist.DistError as lost:  # The process that served the store has ended.
+        print(f"Error: lost the store of the process group; {lost.__context__!r}", file=sys.stderr)
         return False
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -104,6 +104,8 @@ def train_(
         scaler = GradScaler(device.type, init_scale=1.0)  # It only skips bad steps: see _update_.
     elif not (scaler and scaler.is_enabled()):
         raise ValueError("float16 needs an enabled GradScaler: small gradients would become 0")
+    if {p for o in optimizers for g in o.param_groups for p in g["params"]} - {*model.parameters()}:
+        raise ValueError("an optimizer has a parameter that is not one of the model")
     check_later: Callable[[], bool] = bool  # returns False
     skipped = in_a_row = torch.zeros((), device=device)
     model.train()
@@ -151,7 +153,10 @@ def _add_up(
     """Return the sum and the count of the losses of a micro-batch."""
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         result = loss_fn(model, to_device(batch, device))
-        losses, count = result if isinstance(result, tuple) else (result, result.numel())
+        if not isinstance(result, tuple):
+            # A mean has no len(): return all losses, or (mean * n, n).
+            result = result, len(result) and result.numel()
+        losses, count = result
         return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), count
 
 

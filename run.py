@@ -65,8 +65,7 @@ def one_line() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------- flags
 
 COUNT, FROM_ZERO = IntRange(1), IntRange(0)
-POSITIVE, NOT_NEGATIVE = FloatRange(0, min_open=True), FloatRange(0)
-FRACTION = FloatRange(0, 1, max_open=True)
+NOT_NEGATIVE, FRACTION = FloatRange(0), FloatRange(0, 1, max_open=True)
 
 
 def option(default: Any, help: str, type: Any = None, **more: Any) -> Any:
@@ -106,7 +105,7 @@ class Flags:
     lr: float | None = option(
         None,
         "Peak rate.  [default: 5 / (EMBD * min(STEPS, 5000)**.25); adamw: 2; --init-from: 5000]",
-        POSITIVE,
+        FloatRange(0, min_open=True),
     )
     schedule: str = option(
         "linear",
@@ -267,7 +266,6 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool], pool:
             "grad_norm": float(report.grad_norm),
             "lr": lr * lr_at(step - 1),
             "skipped": int(report.skipped),
-            "time": time.time(),
         }
         rate = (tokens - logged) / (time.perf_counter() - logged_at)
         record |= {"tokens_per_s": rate, "tflops": rate * 6 * size / 1e12}  # 6 per weight
@@ -340,7 +338,9 @@ def find_checkpoint(out: str, storage: Any = None) -> Values:
     ):
         folder, name = out, ""
     elif storage:
-        raise ValueError(f"--out {out} is not a folder; to start from it, use --init-from")
+        raise ValueError(
+            f"--out {out} names a checkpoint, or a file; name a folder, or use --init-from"
+        )
     storage = storage or open_storage(folder)
     entries = storage.list_checkpoints(folder)
     if name == "best":
@@ -353,6 +353,8 @@ def find_checkpoint(out: str, storage: Any = None) -> Values:
         return {}
     if "version" not in state:
         raise ValueError(f"{entry.name}: not written by this program since version 0.5")
+    if "parts" in state and "folder" not in state:
+        raise ValueError(f"{entry.name}: its parts, in the folders part-N, are not beside it")
     for damaged, reason in rejected.items():
         warn(f"{damaged}: {reason}; using step {entry.step}")
     return state | {"name": entry.name, "rejected": rejected}
@@ -361,7 +363,7 @@ def find_checkpoint(out: str, storage: Any = None) -> Values:
 @one_line()
 def read_init(given: Values) -> Values:
     """Return the model of --init-from, with the context of a given --block-size, or {}."""
-    if not (path := given.get("init_from")):
+    if (path := given.get("init_from")) is None:
         return {}
     from extras import convert
 
@@ -581,7 +583,6 @@ SHARED = [OPTIONS["out"], OPTIONS["device"]]
     help="Only the most probable tokens whose probabilities add up to P.",
 )
 @click.option("--seed", type=int, help="To get the same texts again.")
-@click.option("--tokenizer", metavar="TOKENIZER.json", help="[default: that of the training]")
 def sample(
     out: str,
     device: str,
@@ -589,7 +590,6 @@ def sample(
     max_new_tokens: int,
     num_samples: int,
     seed: int | None,
-    tokenizer: str | None,
     **settings: Any,
 ) -> None:
     """Print text that a model generates.
@@ -602,18 +602,17 @@ def sample(
         if world.rank:  # Only rank 0 generates.
             return
         codec: Any = chardata
-        tokenizer = tokenizer or flags.tokenizer
         with one_line():
-            if tokenizer not in ("char", "byte"):
+            if flags.tokenizer not in ("char", "byte"):
                 from extras import prepare as codec
 
-            ids = codec.encode(prompt, tokenizer, saved["chars"]).tolist() or [0]
+            ids = codec.encode(prompt, flags.tokenizer, saved["chars"]).tolist() or [0]
         torch.manual_seed(torch.seed() if seed is None else seed)
         for number in range(num_samples):
             if number:
                 click.echo("--------------------")
             new = islice(gpt.sample(model, torch.tensor(ids), **settings), max_new_tokens)
-            for piece in codec.decode(chain(ids, map(int, new)), tokenizer, saved["chars"]):
+            for piece in codec.decode(chain(ids, map(int, new)), flags.tokenizer, saved["chars"]):
                 click.echo(piece, nl=False)
             click.echo()
 

@@ -16,7 +16,6 @@ All but nanoGPT's files need the package safetensors.
 import json
 import pickle
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,13 @@ GPT2 = {  # what a config.json must say, if it says anything
     "scale_attn_by_inverse_layer_idx": False,
     "tie_word_embeddings": True,
 }
-SIZES = {"layers": "n_layer", "heads": "n_head", "embd": "n_embd", "block_size": "n_positions"}
-SIZES |= {"vocab": "vocab_size"}
+SIZES = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "embd": "n_embd",
+    "block_size": "n_positions",
+    "vocab": "vocab_size",
+}
 
 
 # --------------------------------------------------------------------------------------------- read
@@ -81,7 +85,7 @@ def read(path: str) -> State:
     except (OSError, ImportError):
         raise
     except Exception as error:  # A damaged file can raise anything.
-        raise ValueError(f"{path} cannot be converted: {f'{error!r}'.splitlines()[0]}") from error
+        raise ValueError(f"{path} cannot be converted: {error!r:.150}") from error
 
 
 def read_hf(folder: Path) -> State:
@@ -170,8 +174,12 @@ def write_hf(folder: Path, weights: dict[str, Tensor], config: State, chars: str
     from safetensors.torch import save
 
     theirs = GPT2 | {theirs: config[ours] for ours, theirs in SIZES.items()}
-    theirs |= {"architectures": ["GPT2LMHeadModel"], "dtype": "float32"}
-    theirs |= {"bos_token_id": None, "eos_token_id": None}
+    theirs |= {
+        "architectures": ["GPT2LMHeadModel"],
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(theirs, indent=1))
     named = {
@@ -181,10 +189,10 @@ def write_hf(folder: Path, weights: dict[str, Tensor], config: State, chars: str
     (folder / "model.safetensors").write_bytes(save(named, {"format": "pt"}))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    if config["tokenizer"] not in ("char", "byte"):
-        shutil.copy(config["tokenizer"], folder / "tokenizer.json")
-    elif chars or config["tokenizer"] == "byte":
-        (folder / "tokenizer.json").write_text(json.dumps(make_tokenizer(chars)), "utf-8")
+    if chars or config["tokenizer"] == "byte":
+        if config["tokenizer"] in ("char", "byte"):
+            chars = json.dumps(make_tokenizer(chars))
+        (folder / "tokenizer.json").write_text(chars, "utf-8")
 
 
 def make_tokenizer(chars: str) -> State:

@@ -40,24 +40,24 @@ ENDINGS = "<|endoftext|> <|end_of_text|> </s> <eos> <｜end▁of▁sentence｜>"
 PIECES = re.compile(r"(?s).{65536,}?(?:[^\W\d_](?= [^\W\d_])|\S\n(?=\S))|.+")
 
 
-def load(path: str) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json. ValueError if it is none."""
+def load(path: str, content: str = "") -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json, or of its content. UsageError if it is none."""
     try:
-        tokenizer = Tokenizer.from_file(path)
+        tokenizer = Tokenizer.from_str(content) if content else Tokenizer.from_file(path)
     except Exception as error:  # The package has no errors of its own.
-        raise ValueError(f"{path}: {error}") from error
+        raise click.UsageError(f"{path}: {error}") from error
     tokenizer.no_truncation()
     return tokenizer
 
 
 def encode(text: str, tokenizer: str, chars: str = "") -> np.ndarray:
-    """Return the token ids of a text, (n,). tokenizer: the path of a tokenizer.json."""
-    return np.array(load(tokenizer).encode(text, add_special_tokens=False).ids)
+    """Return the token ids of a text, (n,). tokenizer, chars: a tokenizer.json, and its content."""
+    return np.array(load(tokenizer, chars).encode(text, add_special_tokens=False).ids)
 
 
 def decode(ids: Iterable[int], tokenizer: str, chars: str = "") -> Iterator[str]:
     """Yield the text of token ids, piece by piece."""
-    loaded, stream = load(tokenizer), decoders.DecodeStream()
+    loaded, stream = load(tokenizer, chars), decoders.DecodeStream()
     return (stream.step(loaded, i) or "" for i in ids)
 
 
@@ -66,7 +66,7 @@ def read_each(names: Sequence[str], read: Callable[[str], Iterator[Any]]) -> Ite
     for name in names:
         try:
             yield from read(name)
-        except (OSError, LookupError, ValueError) as error:
+        except Exception as error:  # A damaged file can raise anything.
             raise click.UsageError(
                 f"{name}: no ids, or documents with a field 'text': {type(error).__name__}: {error}"
             ) from error
@@ -119,7 +119,7 @@ def train_bpe(names: Sequence[str], size: int) -> Tokenizer:
 
 def encode_files(names: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield the ids of documents."""
-    end = next((name for name in ENDINGS if tokenizer.token_to_id(name) is not None), "\n")
+    end = next((name for name in ENDINGS if name in tokenizer.get_vocab()), "\n")
     pieces = (
         piece
         for text in read_each(names, read_documents)
@@ -133,8 +133,10 @@ def encode_files(names: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndar
 
 @click.command(context_settings={"show_default": True})
 @click.argument("data", nargs=-1, required=True)
-@click.option("--tokenizer", type=click.Path(exists=True), help="A tokenizer.json, for documents.")
-@click.option("--bpe", type=int, help="Train a tokenizer with this number of tokens.")
+@click.option("--tokenizer", help="A tokenizer.json, for documents.")
+@click.option(
+    "--bpe", type=click.IntRange(257), help="Train a tokenizer with this number of tokens."
+)
 @click.option(
     "--val-fraction",
     type=click.FloatRange(0, 1),
@@ -149,12 +151,12 @@ def main(data: Sequence[str], tokenizer: str, bpe: int, val_fraction: float, out
     """
     names = [name for each in data for name in sorted(glob.glob(each, recursive=True)) or [each]]
     os.makedirs(out, exist_ok=True)
+    loaded = None
     if any(name.endswith(TOKENS) for name in names):
         chunks: Any = [*read_each(names, read_ids)]
         dtype = np.result_type(*chunks)
     elif tokenizer or bpe:
         loaded = load(tokenizer) if tokenizer else train_bpe(names, bpe)
-        loaded.save(f"{out}/tokenizer.json")
         dtype = np.min_scalar_type(max(loaded.get_vocab().values()))
         chunks = encode_files(names, loaded)
     else:
@@ -164,6 +166,8 @@ def main(data: Sequence[str], tokenizer: str, bpe: int, val_fraction: float, out
             for chunk in bar:
                 file.write(chunk.astype(dtype))
         file.flush()
+        if loaded:
+            loaded.save(f"{out}/tokenizer.json")
         ids = np.memmap(file, dtype, "r")
         cut = round(len(ids) * (1 - val_fraction))
         for name, part in (("train", ids[:cut]), ("val", ids[cut:])):

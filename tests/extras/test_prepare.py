@@ -13,6 +13,8 @@ from conftest import ROOT, TINY, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckpt
+
 tokenizers = pytest.importorskip("tokenizers")
 from extras import prepare  # noqa: E402
 
@@ -137,9 +139,11 @@ def test_a_run_learns_documents_and_its_sample_is_text(tmp_path):
     greedy = ["--prompt", "the", "--temperature", 0, "--max-new-tokens", 20]
     ran = run("sample", "--out", tmp_path / "out", *greedy)
     assert ran.code == 0 and ran.out.startswith(f"the cat{END}the cat{END}"), ran
-    moved = path.rename(tmp_path / "moved.json")
-    assert run("sample", "--out", tmp_path / "out", *greedy, "--tokenizer", moved) == ran
     path.write_text("{}")
+    assert run("sample", "--out", tmp_path / "out", *greedy) == ran  # The checkpoint has a copy.
+    entry = ckpt.list_checkpoints(f"{tmp_path}/out")[-1]
+    older = ckpt.load(f"{tmp_path}/out", entry) | {"chars": ""}  # of version 0.5
+    ckpt.save(f"{tmp_path}/out", older, entry.step)
     ran = run("sample", "--out", tmp_path / "out", *greedy)
     assert ran.code == 2 and ran.err.count("\n") == 1 and f"{path}" in ran.err, ran
 
@@ -171,12 +175,14 @@ def test_what_cannot_be_read_is_named_in_one_line(tmp_path):
         "g.npy d.txt": "d.txt: .*unsigned",
         "g.npy x.npy": "x.npy: .*No such file",
         "g.npy --val-fraction 2": "--val-fraction",
-        "d.txt --tokenizer x.json": "x.json",
+        "d.txt --tokenizer d.txt": "d.txt: expected",
+        "d.txt --tokenizer x.json": "x.json: No such file",
     }.items():
         command = [sys.executable, ROOT / "extras" / "prepare.py", "--bpe", "300", *names.split()]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         *_, line = done.stderr.splitlines()
         assert done.returncode == 2 and re.search(f"^Error: .*{error}", line), done
+    assert [*(tmp_path / "data").iterdir()] == []  # also no tokenizer without its tokens
 
 
 def test_a_tokenizer_that_truncates_loses_no_text(trained, file):

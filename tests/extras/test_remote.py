@@ -140,6 +140,21 @@ def test_lines_are_uploaded_with_the_next_save_and_when_the_lock_is_released(url
     assert listed(url)["a.txt"] == "ä\n1\n2\n".encode()
 
 
+def test_metrics_whose_reading_failed_are_not_replaced_and_a_new_folder_gets_its_own(
+    url, monkeypatch
+):
+    remote.append_text(f"{url}/new", "a.txt", "1\n")
+    remote.save(f"{url}/new", STATE, 1)
+    put(url, "a.txt", b"old\n")
+    with monkeypatch.context() as broken:
+        broken.setattr(remote, "url_to_fs", lambda url: 1 / 0)
+        with pytest.raises(OSError, match="ZeroDivisionError"):
+            remote.append_text(url, "a.txt", "lost\n")
+    remote.append_text(url, "a.txt", "new\n")
+    remote.save(url, STATE, 2)
+    assert listed(url)["a.txt"] == b"old\nnew\n" and listed(f"{url}/new")["a.txt"] == b"1\n"
+
+
 def test_a_second_run_at_a_url_is_noticed_and_harms_nothing(url, monkeypatch):
     remote.save(url, STATE, 1, keep=1)
     monkeypatch.setattr(remote, "known", set())  # as in another process that began before

@@ -241,6 +241,20 @@ def test_if_a_part_is_damaged_all_ranks_use_the_checkpoint_before(job, unbroken,
     assert same(end(out), end(unbroken)) and dict(losses(out)) == dict(losses(unbroken))
 
 
+def test_a_checkpoint_without_its_parts_is_refused(unbroken, tmp_path):
+    """Otherwise a run would go on from the values that stand for the parts."""
+    entry = sharded.list_checkpoints(f"{unbroken}")[-1]
+    shutil.copy(unbroken / entry.name, tmp_path)
+    before = [*tmp_path.iterdir()]
+    for args in ([], ["eval"], ["--init-from", tmp_path, "--data", "README.md"]):
+        out = [] if "--init-from" in args else ["--out", tmp_path]
+        ran = run(*args, *out)
+        assert ran.code == 2 and ran.err.count("\n") == 1 and "its parts, in the" in ran.err, ran
+    assert [*tmp_path.iterdir()] == before
+    state = ckpt.load(f"{tmp_path}", entry)
+    assert state["model"]["head.weight"].isnan().all()  # for programs that do not look at "parts"
+
+
 @pytest.mark.torture
 def test_ranks_that_are_killed_leave_only_complete_checkpoints(trials, job, unbroken, tmp_path):
     """Each step is saved, so most kills happen during a save."""
