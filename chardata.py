@@ -12,8 +12,7 @@
 DistributedDataParallel averages the gradients: with it, multiply by world_size.
 
 - A *window* is `block_size` inputs and as many targets. The target of an input is the next token.
-- A *global batch* is the windows of all ranks in one optimizer step: `batch_size` windows, or fewer
-  at the end of an epoch.
+- A *global batch* is the windows of all ranks in a step: `batch_size`, or fewer at an epoch's end.
 - In an *epoch*, each window is used exactly once, in a new order. Each epoch begins its windows at
   a new offset. Steps are counted from 0 through all epochs.
 
@@ -44,7 +43,7 @@ class Corpus(NamedTuple):
     tokens: np.ndarray  # (n,), of any unsigned integer type
     val_tokens: np.ndarray  # the tokens of the validation files
     vocab: int  # vocabulary size
-    chars: str  # the text of id i is chars[i]; "" for bytes, and for token files
+    chars: str  # the text of id i is chars[i]; "" for bytes; for token files see `read`
     digest: str  # changes if the data changes: save it, and compare it when the run resumes
 
 
@@ -75,13 +74,13 @@ def read(
     """Read local files as tokens. Without files, read the help texts of Python, about 465 KB.
 
     The tokenizer "char" gives one id per character of a UTF-8 text. The vocabulary is `chars` if
-    given, else all characters that occur. "byte" gives one id per byte. Several texts are joined
-    with line breaks.
+    given, else all characters that occur. "byte" gives one id per byte. Line breaks join texts.
 
     Files .npy (1-d, unsigned integers) and .bin (uint16, without a header) contain ids, so
-    `tokenizer` is ignored, and `chars` must be empty. A single one is memory-mapped; several are
-    joined in memory. The vocabulary size is `vocab`, or the highest id + 1, rounded up to a
-    multiple of 64. ValueError if an id is too high for `vocab`.
+    `tokenizer` is not applied. It can be a tokenizer.json: its content becomes `chars`, to decode
+    samples. A single file is memory-mapped; several are joined in memory. The vocabulary size is
+    `vocab`, or the highest id + 1, rounded up to a multiple of 64. ValueError if an id is too high
+    for `vocab`.
     """
     groups = files, val_files
     if any(name.endswith((".bin", ".npy")) for name in (*files, *val_files)):

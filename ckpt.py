@@ -90,8 +90,9 @@ def restore_(state: State, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     optimizer is replaced, and its settings, such as the learning rate, stay as they are here. To
     restore the weights alone, pass {"model": state["model"]} and no optimizers.
 
-    ValueError on every rank, before anything changes, if the state does not fit. Not supported are
-    optimizers that have more than tensors and plain values for each parameter, such as LBFGS.
+    ValueError on every rank, before anything changes, if the state does not fit. The kind of an
+    optimizer is not compared. Not supported are optimizers that have more than tensors and plain
+    values for each parameter, such as LBFGS, and extra state that changes its type or shape.
     """
     model = unwrap(model)
     names = {p: name for name, p in model.named_parameters()}
@@ -264,8 +265,7 @@ def newest(
     """Return the newest good checkpoint, its state, and {name: reason} of newer, damaged ones.
 
     entries: the checkpoints to try, from the last to the first; see list_checkpoints.
-    (None, {}, {}) if there are none. ValueError if all are damaged. OSError if one cannot be read,
-    because it may be good.
+    (None, {}, {}) if there are none. ValueError if all are damaged. OSError if one cannot be read.
     """
     rejected: dict[str, str] = {}
     for entry in reversed(entries):
@@ -309,9 +309,9 @@ def set_aside(folder: str, name: str) -> None:
 def lock(folder: str) -> IO[str]:
     """Keep other runs out of a folder until the result is closed or this process ends.
 
-    Call this before the first save(), and keep the result. It deletes what an interrupted save has
-    left. BlockingIOError if another process has the lock. Where locks do not work (on Windows, and
-    on some network file systems), there is a warning.
+    Call this before the first save(), and keep the result. Do not move the folder meanwhile. This
+    deletes what an interrupted save left. BlockingIOError if another process has the lock. Where
+    locks do not work (on Windows, and on some network file systems), there is a warning.
     """
     os.makedirs(folder, exist_ok=True)
     file = open(Path(folder, ".lock"), "a")

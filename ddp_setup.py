@@ -218,8 +218,7 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
 def gather(value: T, world: World) -> list[T]:
     """Return the values of all ranks, in the order of ranks. All ranks must call this function.
 
-    The values can be anything that pickle can copy. They travel through the CPU: for large tensors
-    use torch.distributed.
+    The values must be picklable. They travel through the CPU: use torch.distributed for more.
     """
     values = [value] * world.size
     if world.size > 1:
@@ -254,8 +253,7 @@ def wait_together(call: Callable[[], T], world: World) -> T:
 def from_rank_zero(make: Callable[[], T], world: World) -> T:
     """Run make() on rank 0 only, and return its result on all ranks.
 
-    All ranks must call this function. The result must be picklable. In other respects, it works
-    like wait_together.
+    All ranks must call this function. The result must be picklable. For errors see wait_together.
     """
     results = [wait_together(lambda: make() if world.rank == 0 else None, world)]
     if world.size > 1:
@@ -310,7 +308,7 @@ def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 1
 
     In addition, each process is a rank, with the variables that read_launch_env reads; a stop
     signal to this process is sent to all ranks, as SIGTERM; and if this process dies, Linux kills
-    its ranks.
+    its ranks. If all ranks return, spawn returns too: after a stop, let fn end with sys.exit(3).
 
     The errors are those of torch: ProcessRaisedException has the traceback of the rank that failed
     first, and ProcessExitedException its exit code. The other ranks then get 4 seconds to end, then

@@ -281,8 +281,7 @@ class Muon(torch.optim.Optimizer):
 
     The updates are those of torch.optim.Muon with adjust_lr_fn="match_rms_adamw", up to rounding.
     They take less time, because the matrices of a shape are one batch.
-    dtype: of the Newton-Schulz iterations. With float32, runs on different numbers of ranks differ
-        less.
+    dtype: of the Newton-Schulz iterations. In float32, different numbers of ranks agree better.
     """
 
     # Private: GradScaler then sets `found_inf`. Otherwise the host would wait for the device. If

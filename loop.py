@@ -10,7 +10,7 @@
         print(step, float(report.loss))
 
 The loss function returns the losses of a micro-batch as a tensor, or a tuple: (their sum, their
-count). If your model returns the mean of n losses, return (mean * n, n).
+count). If your model returns the mean of n > 0 losses, return (mean * n, n).
 The global batch of a step is all micro-batches of all ranks. Each rank back-propagates
 sum * world_size / (count of the global batch). DistributedDataParallel (DDP) and FSDP2 average over
 the ranks, so the result is the exact mean gradient.
@@ -69,7 +69,8 @@ def train_(
     """Do one optimizer step for each item of `steps`; after each, yield (steps done, Report).
 
     All ranks must iterate over train_ together, with the same number of steps.
-    model: on several ranks, wrapped in DDP or FSDP2. loss_fn must use the model that it gets.
+    model: on several ranks, wrapped in DDP or FSDP2. It is put into training mode at the start.
+        loss_fn must use the model that it gets.
     start: number of steps that are already done; `steps` begins after these.
     steps: for each step, a list of this rank's micro-batches, and the count of the global batch, or
         0 if this rank has no data left. Such a rank gives any one micro-batch, with the weight 0.
@@ -79,11 +80,10 @@ def train_(
     clip: maximum for the L2 norm of the mean gradient of all optimizers' parameters.
     dtype: for torch.autocast; float32 switches it off. Keep the weights in float32.
     scaler: for float16 only, which needs it. The caller saves and restores its state.
-    seed: in each step, torch's random generators are seeded from (seed, step, rank), so dropout is
-        the same in a resumed run.
+    seed: each step seeds torch's generators with (seed, step, rank): a resume has the same dropout.
     stop: is called in each step. If it is true on any rank, this step is the last one on all.
-    patience: Diverged is raised after this number of bad steps in a row. In a bad step, loss or
-        gradient norm is not finite; no weight and no optimizer state changes.
+    patience: Diverged is raised after this number of bad steps in a row in this call. In a bad
+        step, loss or gradient norm is not finite; no weight and no optimizer state changes.
     sync_each: synchronise gradients after each micro-batch, not only after the last: for FSDP2, and
         DDP with static_graph=True. All ranks then need equally many micro-batches in a step.
 

@@ -164,7 +164,7 @@ PINNED = set(
 )
 # A resumed run does not get these flags from the checkpoint.
 NOT_RESTORED = set(
-    "spawn strategy device timeout out log_every accum checkpoint checkpoint_activations".split()
+    "spawn strategy device timeout out accum checkpoint checkpoint_activations".split()
 )
 
 

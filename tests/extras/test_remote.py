@@ -143,8 +143,8 @@ def test_lines_are_uploaded_with_the_next_save_and_when_the_lock_is_released(url
 def test_metrics_whose_reading_failed_are_not_replaced_and_a_new_folder_gets_its_own(
     url, monkeypatch
 ):
-    remote.append_text(f"{url}/new", "a.txt", "1\n")
-    remote.save(f"{url}/new", STATE, 1)
+    remote.append_text(f"{url}2", "a.txt", "1\n")
+    remote.save(f"{url}2", STATE, 1)
     put(url, "a.txt", b"old\n")
     with monkeypatch.context() as broken:
         broken.setattr(remote, "url_to_fs", lambda url: 1 / 0)
@@ -152,7 +152,7 @@ def test_metrics_whose_reading_failed_are_not_replaced_and_a_new_folder_gets_its
             remote.append_text(url, "a.txt", "lost\n")
     remote.append_text(url, "a.txt", "new\n")
     remote.save(url, STATE, 2)
-    assert listed(url)["a.txt"] == b"old\nnew\n" and listed(f"{url}/new")["a.txt"] == b"1\n"
+    assert listed(url)["a.txt"] == b"old\nnew\n" and listed(f"{url}2")["a.txt"] == b"1\n"
 
 
 def test_a_second_run_at_a_url_is_noticed_and_harms_nothing(url, monkeypatch):

@@ -247,8 +247,7 @@ def test_a_checkpoint_without_its_parts_is_refused(unbroken, tmp_path):
     shutil.copy(unbroken / entry.name, tmp_path)
     before = [*tmp_path.iterdir()]
     for args in ([], ["eval"], ["--init-from", tmp_path, "--data", "README.md"]):
-        out = [] if "--init-from" in args else ["--out", tmp_path]
-        ran = run(*args, *out)
+        ran = run(*args, "--out", tmp_path / "new" if "--init-from" in args else tmp_path)
         assert ran.code == 2 and ran.err.count("\n") == 1 and "its parts, in the" in ran.err, ran
     assert [*tmp_path.iterdir()] == before
     state = ckpt.load(f"{tmp_path}", entry)
