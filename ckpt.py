@@ -309,9 +309,9 @@ def set_aside(folder: str, name: str) -> None:
 def lock(folder: str) -> IO[str]:
     """Keep other runs out of a folder until the result is closed or this process ends.
 
-    Call this before the first save(), and keep the result. Do not move the folder meanwhile. This
-    deletes what an interrupted save left. BlockingIOError if another process has the lock. Where
-    locks do not work (on Windows, and on some network file systems), there is a warning.
+    Call this before the first save(), and keep the result. Meanwhile, do not move the folder or
+    open its file .lock. This deletes what an interrupted save left. BlockingIOError if another
+    process has the lock. Where locks do not work (Windows, some network disks), it warns.
     """
     os.makedirs(folder, exist_ok=True)
     file = open(Path(folder, ".lock"), "a")
