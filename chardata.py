@@ -126,7 +126,7 @@ def _read_ids(names: Sequence[str]) -> np.ndarray:
                 or name[-4:] not in (".bin", ".npy")
                 or bytes(ids[:2]) in (b"\x88\xd84\1", b"\xa1\xd94\1")  # headers of llm.c
             ):
-                raise ValueError("does not contain unsigned integers (n,) as .npy or .bin")
+                raise ValueError("is no .npy of unsigned integers (n,), or .bin without a header")
         except (ValueError, EOFError) as error:
             raise ValueError(f"{name}: {error}") from None
         arrays.append(ids)

@@ -309,17 +309,17 @@ def set_aside(folder: str, name: str) -> None:
 def lock(folder: str) -> IO[str]:
     """Keep other runs out of a folder until the result is closed or this process ends.
 
-    Call this before the first save(), and keep the result. Meanwhile, do not move the folder or
-    open its file .lock. This deletes what an interrupted save left. BlockingIOError if another
-    process has the lock. Where locks do not work (Windows, some network disks), it warns.
+    A process that is forked from this one, such as a worker of a DataLoader, keeps them out too.
+    Call this before the first save(), and keep the result. Do not move the folder meanwhile. This
+    deletes what an interrupted save left. BlockingIOError if another process has the lock. Where
+    locks do not work (Windows, some network disks), it warns.
     """
     os.makedirs(folder, exist_ok=True)
     file = open(Path(folder, ".lock"), "a")
     try:
         import fcntl
 
-        # Unlike flock, a process that is forked from this one does not have this lock.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BlockingIOError(f"{folder} is in use by another run") from None
     except (ImportError, OSError) as error:

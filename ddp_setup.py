@@ -158,7 +158,9 @@ def is_first_failure(store: dist.Store) -> bool:
     try:
         return store.add("failures", 1) == 1
     except dist.DistError as lost:  # The process that served the store has ended.
-        print(f"Error: lost the store of the process group; {lost.__context__!r}", file=sys.stderr)
+        print(
+            f"Error: lost the store of the group; own error: {lost.__context__!r}", file=sys.stderr
+        )
         return False
     finally:
         faulthandler.cancel_dump_traceback_later()

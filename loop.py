@@ -10,7 +10,7 @@
         print(step, float(report.loss))
 
 The loss function returns the losses of a micro-batch as a tensor, or a tuple: (their sum, their
-count). If your model returns the mean of n > 0 losses, return (mean * n, n).
+count). If your model returns the mean of n losses (n > 0), return (mean * n, n).
 The global batch of a step is all micro-batches of all ranks. Each rank back-propagates
 sum * world_size / (count of the global batch). DistributedDataParallel (DDP) and FSDP2 average over
 the ranks, so the result is the exact mean gradient.
@@ -69,8 +69,7 @@ def train_(
     """Do one optimizer step for each item of `steps`; after each, yield (steps done, Report).
 
     All ranks must iterate over train_ together, with the same number of steps.
-    model: on several ranks, wrapped in DDP or FSDP2. It is put into training mode at the start.
-        loss_fn must use the model that it gets.
+    model: is set to training mode. On several ranks, wrap it in DDP or FSDP2. loss_fn must use it.
     start: number of steps that are already done; `steps` begins after these.
     steps: for each step, a list of this rank's micro-batches, and the count of the global batch, or
         0 if this rank has no data left. Such a rank gives any one micro-batch, with the weight 0.
@@ -154,8 +153,9 @@ def _add_up(
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         result = loss_fn(model, to_device(batch, device))
         if not isinstance(result, tuple):
-            # A mean has no len(): return all losses, or (mean * n, n).
-            result = result, len(result) and result.numel()
+            if not result.ndim:
+                raise ValueError("loss_fn returned one number: return all losses, or (mean * n, n)")
+            result = result, result.numel()
         losses, count = result
         return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), count
 

@@ -177,7 +177,7 @@ def train(given: Values, world: ddp_setup.World, stop: Callable[[], bool], pool:
     given: the flags that the user set. stop: whether this rank got a stop signal. pool: for saves.
     """
     rank0, place = world.rank == 0, {"rank": world.rank, "world_size": world.size}
-    tell: Any = say if rank0 else lambda text: None
+    tell = say if rank0 else lambda text: None
     together = partial(ddp_setup.wait_together, world=world)  # raises a rank's error on all ranks
     asked = Flags(**given)
     storage = together(
@@ -338,16 +338,16 @@ def find_checkpoint(out: str, storage: Any = None) -> Values:
     ):
         folder, name = out, ""
     elif storage:
-        raise ValueError(
-            f"--out {out} names a checkpoint, or a file; name a folder, or use --init-from"
-        )
+        raise ValueError(f"--out {out} names a checkpoint or file; give a folder, or --init-from")
     storage = storage or open_storage(folder)
     entries = storage.list_checkpoints(folder)
     if name == "best":
-        rated = [entry for entry in entries if entry.loss < math.inf]
-        entries = sorted(rated, key=lambda entry: -entry.loss)[-1:]  # of equal ones, the newest
+        # Of equal ones, take the newest.
+        entries = sorted((e for e in entries if e.loss < math.inf), key=lambda e: -e.loss)[-1:]
     elif name:
-        entries = [entry for entry in entries if entry.name.startswith(f"step-{name[5:]:0>8}")]
+        entries = [
+            e for e in entries if e.name.startswith(f"step-{name.removeprefix('step-'):0>8}")
+        ]
     entry, state, rejected = storage.newest(folder, entries)
     if not entry:
         return {}

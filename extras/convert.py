@@ -102,6 +102,7 @@ def read_hf(folder: Path) -> State:
     state = from_gpt2(weights, config["n_layer"], config["n_head"], True)
     if (tokenizer := folder / "tokenizer.json").exists():
         state["config"]["tokenizer"] = f"{tokenizer.absolute()}"
+        state["chars"] = tokenizer.read_text("utf-8")
     return state
 
 
@@ -187,8 +188,11 @@ def write_hf(folder: Path, weights: dict[str, Tensor], config: State, chars: str
         for ours, name in gpt2_names(config["layers"]).items()
     }
     (folder / "model.safetensors").write_bytes(save(named, {"format": "pt"}))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        )
+    )
     if chars or config["tokenizer"] == "byte":
         if config["tokenizer"] in ("char", "byte"):
             chars = json.dumps(make_tokenizer(chars))
@@ -229,7 +233,7 @@ def main(checkpoint: str, output: str) -> None:
     if Path(output).exists():
         raise click.UsageError(f"{output} exists")
     model, flags, saved = run.load_model(checkpoint, ddp_setup.World())
-    weights = {name: weight.contiguous().clone() for name, weight in model.state_dict().items()}
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     if output.endswith(".safetensors"):
         from safetensors.torch import save
 

@@ -94,7 +94,7 @@ def _print(world: Any, store: dist.Store, now: float, half: float) -> bool:
         unknown = json.dumps([now, now, False, "a line before hang.report"])
         written, since, printed, lines = json.loads(store.compare_set(f"{rank}", "", unknown))
         if rank < world.rank and since < half and (printed or written > half):
-            return bool(printed)
+            return printed  # type: ignore[no-any-return]
         places.append(f"rank {rank} for {now - since:.0f} s at {lines}")
     print("WARNING: no progress:", ", ".join(places), file=sys.stderr, flush=True)
     return True

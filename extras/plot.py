@@ -121,8 +121,7 @@ def draw(runs: Sequence[Run]) -> Figure:
             panel.set_ylim(bottom=0)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     panels[2].yaxis.set_major_formatter(EngFormatter(sep=""))
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper left", handlelength=4)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", handlelength=4)
     return figure
 
 

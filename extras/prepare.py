@@ -67,9 +67,7 @@ def read_each(names: Sequence[str], read: Callable[[str], Iterator[Any]]) -> Ite
         try:
             yield from read(name)
         except Exception as error:  # A damaged file can raise anything.
-            raise click.UsageError(
-                f"{name}: no ids, or documents with a field 'text': {type(error).__name__}: {error}"
-            ) from error
+            raise click.UsageError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def read_documents(name: str) -> Iterator[str]:
@@ -127,8 +125,8 @@ def encode_files(names: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndar
         for piece in (*PIECES.findall(text), end)
     )
     while batch := [*islice(pieces, 64)]:
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            yield np.array(encoding.ids)
+        encoded = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        yield np.concatenate([each.ids for each in encoded])
 
 
 @click.command(context_settings={"show_default": True})
@@ -145,9 +143,10 @@ def encode_files(names: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndar
 )
 @click.option("--out", default="data", help="Folder to write to.")
 def main(data: Sequence[str], tokenizer: str, bpe: int, val_fraction: float, out: str) -> None:
-    """Turn documents or token files into train.npy and val.npy.
+    """Turn documents or token files (.npy, .bin) into train.npy and val.npy.
 
-    The disk must have room for the ids twice.
+    A document is a text file, or the field "text" of a line of .jsonl, or of a row of .csv, .parquet
+    or .arrow. The disk must have room for the ids twice.
     """
     names = [name for each in data for name in sorted(glob.glob(each, recursive=True)) or [each]]
     os.makedirs(out, exist_ok=True)

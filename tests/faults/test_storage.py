@@ -93,7 +93,7 @@ def check(folder: Path, saved: int, begun: int, damaged: frozenset[str] = frozen
 # -------------------------------------------------------------------------------------- power cuts
 
 # System calls that change nothing, or nothing that a checkpoint needs.
-HARMLESS = "read lseek fstat newfstatat close access ioctl getdents64 mkdir fcntl".split()
+HARMLESS = "read lseek fstat newfstatat close access ioctl getdents64 flock mkdir fcntl".split()
 Names = dict[str, int]  # of the files in a folder; a file is a number
 
 
