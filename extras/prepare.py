@@ -145,8 +145,8 @@ def encode_files(names: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndar
 def main(data: Sequence[str], tokenizer: str, bpe: int, val_fraction: float, out: str) -> None:
     """Turn documents or token files (.npy, .bin) into train.npy and val.npy.
 
-    A document is a text file, or the field "text" of a line of .jsonl, or of a row of .csv, .parquet
-    or .arrow. The disk must have room for the ids twice.
+    A document is a text file, or the field "text" of a line of .jsonl or a row of .csv, .parquet or
+    .arrow. The disk must have room for the ids twice.
     """
     names = [name for each in data for name in sorted(glob.glob(each, recursive=True)) or [each]]
     os.makedirs(out, exist_ok=True)

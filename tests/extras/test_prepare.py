@@ -163,20 +163,17 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\n\n{"text"')
     (tmp_path / "c.txt").write_bytes(b"\xff" * 99)
     (tmp_path / "d.txt").write_text("text")
-    for name, ids in {"e": [1, -1], "f": [0.5], "g": np.ones(9, np.uint8)}.items():
-        np.save(tmp_path / f"{name}.npy", ids)
+    np.save(tmp_path / "e.npy", [1, -1])
+    np.save(tmp_path / "g.npy", np.ones(9, np.uint8))
     for names, error in {
         "a.csv": "a.csv: KeyError: 'text'",
         "b.jsonl": "b.jsonl: .*Expecting",
         "c.txt": "c.txt: .*can't decode",
         "x.txt": "x.txt: .*No such file",
         "e.npy": "e.npy: .*unsigned",
-        "f.npy": "f.npy: .*unsigned",
         "g.npy d.txt": "d.txt: .*unsigned",
-        "g.npy x.npy": "x.npy: .*No such file",
         "g.npy --val-fraction 2": "--val-fraction",
         "d.txt --tokenizer d.txt": "d.txt: expected",
-        "d.txt --tokenizer x.json": "x.json: No such file",
     }.items():
         command = [sys.executable, ROOT / "extras" / "prepare.py", "--bpe", "300", *names.split()]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
