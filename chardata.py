@@ -74,7 +74,7 @@ def read(
     """Read local files as tokens. Without files, read the help texts of Python, about 465 KB.
 
     The tokenizer "char" gives one id per character of a UTF-8 text. The vocabulary is `chars` if
-    given, else all characters that occur. "byte" gives one id per byte. Line breaks join texts.
+    given, else all that occur. "byte" gives one id per byte. Texts are joined with line breaks.
 
     Files .npy (1-d, unsigned integers) and .bin (uint16, without a header) contain ids, so
     `tokenizer` is not applied. It can be a tokenizer.json: its content becomes `chars`, to decode
@@ -111,7 +111,7 @@ def read(
         size = len(chars) or 256
     if vocab not in (None, size):
         raise ValueError(f"the text has a vocabulary of {size}, not {vocab}")
-    return Corpus(*arrays, size, chars, digest(arrays, chars * (tokenizer == "char")))  # type: ignore[call-arg, arg-type]
+    return Corpus(*arrays, size, chars, digest(arrays, chars if tokenizer == "char" else ""))  # type: ignore[call-arg, arg-type]
 
 
 def _read_ids(names: Sequence[str]) -> np.ndarray:
@@ -126,7 +126,7 @@ def _read_ids(names: Sequence[str]) -> np.ndarray:
                 or name[-4:] not in (".bin", ".npy")
                 or bytes(ids[:2]) in (b"\x88\xd84\1", b"\xa1\xd94\1")  # headers of llm.c
             ):
-                raise ValueError("is no .npy of unsigned integers (n,), or .bin without a header")
+                raise ValueError("must be .npy with unsigned integers (n,), or .bin without header")
         except (ValueError, EOFError) as error:
             raise ValueError(f"{name}: {error}") from None
         arrays.append(ids)

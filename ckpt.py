@@ -309,7 +309,7 @@ def set_aside(folder: str, name: str) -> None:
 def lock(folder: str) -> IO[str]:
     """Keep other runs out of a folder until the result is closed or this process ends.
 
-    A process that is forked from this one, such as a worker of a DataLoader, keeps them out too.
+    Forked processes, such as workers of a DataLoader, also hold the lock, until they end.
     Call this before the first save(), and keep the result. Do not move the folder meanwhile. This
     deletes what an interrupted save left. BlockingIOError if another process has the lock. Where
     locks do not work (Windows, some network disks), it warns.

@@ -158,9 +158,7 @@ def is_first_failure(store: dist.Store) -> bool:
     try:
         return store.add("failures", 1) == 1
     except dist.DistError as lost:  # The process that served the store has ended.
-        print(
-            f"Error: lost the store of the group; own error: {lost.__context__!r}", file=sys.stderr
-        )
+        print(f"Error: lost the store; own error: {lost.__context__!r}", file=sys.stderr)
         return False
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -220,7 +218,7 @@ def replicate(model: nn.Module, world: World, **ddp: Any) -> nn.Module:
 def gather(value: T, world: World) -> list[T]:
     """Return the values of all ranks, in the order of ranks. All ranks must call this function.
 
-    The values must be picklable. They travel through the CPU: use torch.distributed for more.
+    The values must be picklable. They pass the CPU: for large tensors, use torch.distributed.
     """
     values = [value] * world.size
     if world.size > 1:
